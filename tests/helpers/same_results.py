@@ -8,6 +8,12 @@ import meshpar as mp
 TOLERANCE = 3e-7
 
 
+def assert_close(got, want, **tolerances):
+    """Compare the leaves of two trees as ``assert_allclose`` does."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, **tolerances)
+
+
 def largest_difference(got, expected):
     """The largest difference of two trees of arrays, relative to the largest element of each array (at least 1)."""
     pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))

@@ -31,10 +31,12 @@ def arguments():
     return jax.tree.map(jnp.float32, params), jnp.float32(RNG.normal(size=(BATCH, SEQ, EMBED)))
 
 
-def sent(policy, mesh, layout=LAYOUT):
-    plan = mp.plan(
-        lambda params, x: jax.grad(loss)(params, x, policy), *arguments(), mesh=mesh, layout=layout, dims=DIMS
-    )
+def gradient(policy):
+    return lambda params, x: jax.grad(loss)(params, x, policy)
+
+
+def sent(policy, mesh):
+    plan = mp.plan(gradient(policy), *arguments(), mesh=mesh, layout=LAYOUT, dims=DIMS)
     found = Counter()
     for c in plan.collectives:
         if c.axes == ("model",):
@@ -43,35 +45,25 @@ def sent(policy, mesh, layout=LAYOUT):
 
 
 def test_what_a_collective_gave_is_not_sent_for_again(mesh):
-    again, _ = sent(None, mesh)
-    kept, _ = sent(mp.train.checkpoint_policies.collectives_saveable, mesh)
+    """What is kept is held instead."""
+    policies = None, mp.train.checkpoint_policies.collectives_saveable
+    (again, plan_again), (kept, plan_kept) = (sent(policy, mesh) for policy in policies)
     # forward and backward: one gather into the block and one sum out of it, each
     assert kept == {"all-gather": 2 * LAYERS, "reduce-scatter": 2 * LAYERS}
     # run again, the block gathers its input once more, and sums its output, which the tanh after it needs
     assert again == {"all-gather": 3 * LAYERS, "reduce-scatter": 3 * LAYERS}
-
-
-def test_what_is_kept_is_held(mesh):
-    _, again = sent(None, mesh)
-    _, kept = sent(mp.train.checkpoint_policies.collectives_saveable, mesh)
-    whole, part = (
-        4 * BATCH // 4 * SEQ * EMBED,
-        4 * BATCH // 4 * SEQ // 2 * EMBED,
-    )  # bytes of a layer: gathered, scattered
-    more = kept.memory.by_kind["saved activations"] - again.memory.by_kind["saved activations"]
-    assert more == LAYERS * (whole + part)
+    gathered = 4 * BATCH // 4 * SEQ * EMBED  # bytes of a layer; half of it is the scattered output
+    saved = [plan.memory.by_kind["saved activations"] for plan in (plan_again, plan_kept)]
+    assert saved[1] - saved[0] == LAYERS * (gathered + gathered // 2)
 
 
 @pytest.mark.parametrize("lowering", ["jit", "shard_map"])
 def test_the_gradients_are_those_of_the_unsharded_run(mesh, lowering):
     params, x = arguments()
     policy = mp.train.checkpoint_policies.collectives_saveable
-    step = mp.jit(
-        lambda params, x: jax.grad(loss)(params, x, policy), mesh=mesh, layout=LAYOUT, dims=DIMS, lowering=lowering
-    )
+    step = mp.jit(gradient(policy), mesh=mesh, layout=LAYOUT, dims=DIMS, lowering=lowering)
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda a: jnp.asarray(np.float64(a)), (params, x))
-        expected = jax.grad(loss)(*wide, None)
+        expected = jax.jit(gradient(None))(*jax.tree.map(np.float64, (params, x)))
     for name, found in step(params, x).items():
         np.testing.assert_allclose(found, expected[name], rtol=2e-5, atol=1e-7)
 

@@ -35,8 +35,12 @@ def of_layers(params, x, labels, routers=ROUTED):
     return total + cross_entropy(h @ params["kernel"], labels, **options)
 
 
-DIMS = {"params/up": "expert embed mlp", "params/gate": "expert embed mlp", "params/down": "expert mlp embed",
-        "x": "batch seq heads _", "labels": "batch seq"}  # fmt: skip
+DIMS = {
+    "params/[ug]*": "expert embed mlp",
+    "params/down": "expert mlp embed",
+    "x": "batch seq heads _",
+    "labels": "batch seq",
+}
 
 
 @pytest.mark.slow

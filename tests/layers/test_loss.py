@@ -1,5 +1,7 @@
 """mp.layers.cross_entropy: values and gradients against NumPy in float64, under layouts that split tokens, vocabulary, weights."""
 
+import functools
+
 import covering
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("name", "over", "chunks"),
     [
+        *((name, None, None) for name in OPTIONS),  # of logits
         *covering.each(OPTIONS, ["vocab", "tokens"], [1, 4, 10, None]),
         ("ignored", "vocab", 4),
         ("smoothed", "vocab", 10),
@@ -49,29 +52,30 @@ OPTIONS = {
 def test_values_and_gradients_are_those_of_float64(name, over, chunks):
     options, weights = OPTIONS[name]
 
-    def of_pair(x, w):
+    def fn(x, w):
+        if over is None:
+            return 3 * mp.layers.cross_entropy(x @ w, LABELS, **options)
         return 3 * mp.layers.cross_entropy((x, w), LABELS, over=over, chunks=chunks, **options)
-
-    def of_logits(x, w):
-        return 3 * mp.layers.cross_entropy(x @ w, LABELS, **options)
 
     z, smoothing = options.get("z_loss", 0.0), options.get("label_smoothing", 0.0)
     loss, *gradients = reference(HIDDEN, KERNEL, LABELS, weights, z, smoothing)
-    for fn in (of_pair, of_logits):
-        found, grads = jax.jit(jax.value_and_grad(fn, (0, 1)))(HIDDEN, KERNEL)
-        assert jax.jit(fn)(HIDDEN, KERNEL) == pytest.approx(3 * loss, rel=1e-5)
-        assert found == pytest.approx(3 * loss, rel=1e-5)
-        for a, b in zip(grads, gradients, strict=True):
-            np.testing.assert_allclose(a, 3 * b, rtol=1e-4, atol=1e-6)
+    found, grads = jax.jit(jax.value_and_grad(fn, (0, 1)))(HIDDEN, KERNEL)
+    assert jax.jit(fn)(HIDDEN, KERNEL) == pytest.approx(3 * loss, rel=1e-5)
+    assert found == pytest.approx(3 * loss, rel=1e-5)
+    for a, b in zip(grads, gradients, strict=True):
+        np.testing.assert_allclose(a, 3 * b, rtol=1e-4, atol=1e-6)
+
+
+@functools.partial(jax.jit, static_argnames=("over", "chunks"))
+def gradient_of(x, w, labels, **options):
+    return jax.value_and_grad(lambda x, w: mp.layers.cross_entropy((x, w), labels, **options), (0, 1))(x, w)
 
 
 @pytest.mark.parametrize("over", ["vocab", "tokens"])
 def test_bfloat16_sums_in_float32_and_gives_gradients_like_its_arguments(over):
     x, w = (jnp.asarray(a, jnp.bfloat16) for a in (HIDDEN, KERNEL))
     loss, *gradients = reference(*(np.asarray(a, np.float32) for a in (x, w)), LABELS, np.ones((BATCH, SEQ)), 0.0)
-    found, grads = jax.value_and_grad(
-        lambda x, w: mp.layers.cross_entropy((x, w), LABELS, over=over, chunks=4), (0, 1)
-    )(x, w)
+    found, grads = gradient_of(x, w, LABELS, over=over, chunks=4)
     assert found.dtype == jnp.float32
     assert found == pytest.approx(loss, rel=1e-5)
     for a, b in zip(grads, gradients, strict=True):
@@ -92,9 +96,7 @@ def test_logits_of_different_magnitude_neither_overflow_nor_lose_the_label(scale
     kernel[0] = scale * np.arange(VOCAB) / VOCAB
     hidden, labels = np.eye(1, EMBED, dtype=np.float32)[None], np.array([[VOCAB - 1 if scale > 0 else 0]])
     loss, *gradients = reference(hidden, kernel, labels, np.ones((1, 1)), 0.0)
-    found, grads = jax.value_and_grad(lambda x, w: mp.layers.cross_entropy((x, w), labels, chunks=4), (0, 1))(
-        hidden, kernel
-    )
+    found, grads = gradient_of(hidden, kernel, labels, chunks=4)
     assert found == pytest.approx(loss, abs=1e-5)
     for a, b in zip(grads, gradients, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-3)  # log Z is 60: so much is a rounding of it
@@ -115,25 +117,16 @@ def step_over(over):
     return step
 
 
-def products_and_logits(step, x, w, labels):
-    """(matmuls, elements of the largest float32 array over the vocabulary that is no weight's)."""
-    plan = mp.plan(step, x, w, labels, mesh="data=1", layout="batch: data", dims=DIMS)
-    ops = list(plan.program.root.walk())
-    sizes = [np.prod(v.shape) for op in ops for v in op.outs if len(v.shape) > 2 and v.aval.dtype == jnp.float32
-             and not op.frames and EMBED not in v.shape]  # fmt: skip
-    return sum(op.name == "dot_general" and len(op.outs[0].shape) > 1 for op in ops), max(sizes)
-
-
 @pytest.mark.parametrize("over", ["vocab", "tokens"])
 def test_logits_are_computed_once_and_never_in_one_array(over):
     x, w = (jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in (HIDDEN, KERNEL))
-
-    def step(x, w, labels):
-        return jax.value_and_grad(lambda x, w: mp.layers.cross_entropy((x, w), labels, over=over, chunks=2), (0, 1))(
-            x, w
-        )
-
-    assert products_and_logits(step, x, w, LABELS) == (3, BATCH * SEQ * VOCAB / 2)  # logits, and the two gradients
+    step = functools.partial(gradient_of, over=over, chunks=2)
+    plan = mp.plan(step, x, w, LABELS, mesh="data=1", layout="batch: data", dims=DIMS)
+    ops = list(plan.program.root.walk())
+    assert sum(op.name == "dot_general" and len(op.outs[0].shape) > 1 for op in ops) == 3  # logits, and two gradients
+    made = [(v.shape, v.aval.dtype) for op in ops if not op.frames for v in op.outs if len(v.shape) > 2]
+    largest = max(np.prod(shape) for shape, dtype in made if dtype == jnp.float32 and EMBED not in shape)
+    assert largest == BATCH * SEQ * VOCAB / 2
 
 
 def test_chunks_of_the_vocabulary_are_gathered_and_scattered_separately():
@@ -146,18 +139,16 @@ def test_chunks_of_the_vocabulary_are_gathered_and_scattered_separately():
 
 
 @pytest.mark.parametrize(
-    ("layout", "over"),
+    ("layout", "over", "lowering"),
     [
-        ("batch: data; embed: data; vocab: model", "vocab"),
-        ("seq: data; embed: model", "vocab"),
-        ("batch: data; vocab: model; seq: model; embed: data", "tokens"),
+        ("batch: data; embed: data; vocab: model", "vocab", "shard_map"),
+        ("seq: data; embed: model", "vocab", "jit"),
+        ("batch: data; vocab: model; seq: model; embed: data", "tokens", "shard_map"),
     ],
 )
-def test_no_layout_changes_it(layout, over):
-    mp.check(
-        step_over(over), HIDDEN, KERNEL, LABELS, layouts=layout, mesh="data=2, model=4", dims=DIMS,
-        lowerings=("jit", "shard_map"),
-    )  # fmt: skip
+def test_no_layout_changes_it(layout, over, lowering):
+    options = {"layouts": layout, "mesh": "data=2, model=4", "dims": DIMS, "lowerings": (lowering,)}
+    mp.check(step_over(over), HIDDEN, KERNEL, LABELS, **options)
 
 
 def test_a_split_vocabulary_is_never_gathered():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from same_results import assert_close
 
 import meshpar as mp
 from meshpar.errors import UnsupportedError
@@ -50,27 +51,16 @@ def trained(step, tx, steps=3):
 
 @pytest.mark.parametrize(
     ("tx", "layers", "lowering"),
-    [
-        (optax.adamw(1e-2), LAYERS, "shard_map"),
-        (optax.adamw(1e-2), None, "jit"),
-        (optax.sgd(1e-2, momentum=0.9), LAYERS, "jit"),
-    ],
-    ids=["adamw in a loop", "adamw in sequence", "momentum in a loop"],
+    [(optax.adamw(1e-2), LAYERS, "shard_map"), (optax.sgd(1e-2, momentum=0.9), None, "jit")],
+    ids=["adamw in a loop", "momentum in sequence"],
 )
 def test_it_trains_as_the_transformation_alone(tx, layers, lowering):
     offloaded = mp.train.offload(tx, layers=layers)
-    step = mp.jit(
-        train_step(offloaded),
-        mesh="data=4, model=2",
-        layout=LAYOUT,
-        dims=DIMS,
-        lowering=lowering,
-        donate_argnums=(0, 1),
-    )
+    options = {"layout": LAYOUT, "dims": DIMS, "lowering": lowering, "donate_argnums": (0, 1)}
+    step = mp.jit(train_step(offloaded), mesh="data=4, model=2", **options)
     ours, expected = trained(step, offloaded), trained(jax.jit(train_step(tx)), tx)
     assert jax.tree.structure(ours) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+    assert_close(ours, expected, rtol=1e-4, atol=2e-5)
     _, state = ours
     assert all((x.sharding.memory_kind == "pinned_host") == (x.ndim > 0) for x in jax.tree.leaves(state))
 
@@ -138,6 +128,6 @@ def test_transformations_of_single_parameters_in_sequence():
     """LAMB reduces over each parameter, which an update in sequence leaves as a whole."""
     tx = optax.lamb(1e-2)
     offloaded = mp.train.offload(tx)
-    ours, _ = offloaded.update(PARAMS, offloaded.init(PARAMS), PARAMS)
-    expected, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    ours, _ = jax.jit(offloaded.update)(PARAMS, offloaded.init(PARAMS), PARAMS)
+    expected, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours, expected)

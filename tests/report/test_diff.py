@@ -107,7 +107,7 @@ def test_less_is_green_and_more_is_red_in_the_terminal(found):
 @pytest.mark.parametrize("width", [80, 120])
 def test_paths_are_in_one_line_each_below_their_common_prefix(width):
     shapes = {f"layers/attention/block_{k}/query_projection/kernel": ARGS[0] for k in range(3)}
-    params = jax.tree.map(lambda x: x, {"params": shapes, "bias": jax.ShapeDtypeStruct((512,), jnp.float32)})
+    params = {"params": shapes, "bias": jax.ShapeDtypeStruct((512,), jnp.float32)}
 
     def step(state):
         return jax.tree.map(lambda w: 2 * w, state)

@@ -7,13 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar._src.report.facts import (
-    argument_dims,
-    largest_values,
-    loop_timelines,
-    parallelism,
-    rule_effects,
-)
+from meshpar._src.report.facts import argument_dims, largest_values, loop_timelines, parallelism, rule_effects
 
 BATCH, EMBED, MLP, LAYERS = 4096, 1024, 4096, 6
 DIMS = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
@@ -50,9 +44,8 @@ def test_what_a_rule_splits_and_sends():
     gathered = 2 * weights / 2 * 3 / 4  # twice a step, of each device's half along mlp
     assert embed.collectives.bytes == pytest.approx(gathered)
     assert batch.collectives.bytes == pytest.approx(weights / 2 * 3 / 4, rel=1e-3)  # gradients, scattered
-    assert mlp.collectives.bytes == pytest.approx(
-        2 * LAYERS * BATCH // 4 * EMBED * 4, rel=0.2
-    )  # activations, forward and back
+    activations = 2 * LAYERS * BATCH // 4 * EMBED * 4  # forward and back
+    assert mlp.collectives.bytes == pytest.approx(activations, rel=0.2)
     assert sum(e.collectives.bytes for e in (batch, mlp, embed)) == pytest.approx(plan.bytes_sent)
     assert batch.collectives.seconds == 0  # no chip is known
     assert loop_timelines(plan) == []
@@ -70,9 +63,8 @@ def test_a_rule_for_paths_splits_what_the_layout_splits():
     """A leading `*/` stands for nothing too, as everywhere."""
     dims = {"embedding": "vocab embed", "x": "batch seq"}
     args = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.int32)
-    plan = mp.plan(
-        lambda embedding, x: embedding[x], *args, mesh="model=2", layout='"*/embedding".vocab: model', dims=dims
-    )
+    layout = '"*/embedding".vocab: model'
+    plan = mp.plan(lambda embedding, x: embedding[x], *args, mesh="model=2", layout=layout, dims=dims)
     (effect,) = rule_effects(plan)
     assert plan.inputs[0].split == [("vocab", ("model",)), ("embed", ())]
     assert sizes(effect) == (1, 64 * 8 * 4, 32 * 8 * 4)

@@ -15,11 +15,7 @@ from meshpar.errors import UnsupportedError
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 DIMS = {"w": "layers embed mlp", "v": "layers mlp embed", "x": "batch embed"}
-ARGS = (
-    jax.ShapeDtypeStruct((4, 256, 512), jnp.float32),
-    jax.ShapeDtypeStruct((4, 512, 256), jnp.float32),
-    jax.ShapeDtypeStruct((64, 256), jnp.float32),
-)
+ARGS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 256, 512), (4, 512, 256), (64, 256))]
 
 
 def step(w, v, x):
@@ -116,33 +112,20 @@ def test_it_shows_the_plans_own_figures(page):
     assert text.count("<polyline") == 1
     for fact in (plan.chip.name, jax.__version__, plan.lowering):
         assert fact in read.sections[""]
-
-
-def test_a_note_of_several_lines_is_a_nested_list():
-    plan = mp.plan(
-        lambda x: (x[None] * jnp.ones((3, 1, 1))).sum(),
-        ARGS[2],
-        mesh="data=4",
-        layout="batch: data",
-        dims={"x": "batch _"},
-    )
-    assert plan.unnamed
-    notes = plan_page(plan).split('<section id="notes">')[1].split("</section>")[0]
-    assert notes.count("<ul>") == 2
-    assert f"of {plan.program.coverage()[1]} named" in notes
-
-
-def test_numbers_sort_by_their_value(page):
-    _, text = page
-    values = [float(v) for v in re.findall(r'<td class="n[^"]*" data-v="([^"]*)"', text)]
+    values = [float(v) for v in re.findall(r'<td class="n[^"]*" data-v="([^"]*)"', text)]  # by which columns are sorted
     assert len(values) > 20
     assert max(values) > 1e6
 
 
-def test_without_a_topology_time_is_said_to_be_unknown():
-    text = plan_page(planned())
-    assert text.count("not estimated: no topology") == 2
-    assert "takes" not in Reader(text).sections["Collectives"]
+def test_a_note_of_several_lines_is_a_nested_list():
+    def fn(x):
+        return (x[None] * jnp.ones((3, 1, 1))).sum()
+
+    plan = mp.plan(fn, ARGS[2], mesh="data=4", layout="batch: data", dims={"x": "batch _"})
+    assert plan.unnamed
+    notes = plan_page(plan).split('<section id="notes">')[1].split("</section>")[0]
+    assert notes.count("<ul>") == 2
+    assert f"of {plan.program.coverage()[1]} named" in notes
 
 
 def test_names_are_escaped():
@@ -154,11 +137,16 @@ def test_names_are_escaped():
 
 
 def test_a_program_that_sends_nothing_and_one_without_split():
-    plan = mp.plan(lambda x: x * 2, ARGS[2], mesh="data=4", layout="batch: data", dims={"x": "batch embed"})
-    assert "Each device sends nothing." in plan_page(plan)
-    assert "(nothing sharded)" in plan_page(
-        mp.plan(lambda x: x * 2, ARGS[2], mesh="data=1", layout="", dims={"x": "batch embed"})
-    )
+    """Without a topology, time is said to be unknown."""
+
+    def text(mesh, layout):
+        return plan_page(mp.plan(lambda x: x * 2, ARGS[2], mesh=mesh, layout=layout, dims={"x": "batch embed"}))
+
+    assert "Each device sends nothing." in text("data=4", "batch: data")
+    assert "(nothing sharded)" in text("data=1", "")
+    sending = plan_page(planned())
+    assert sending.count("not estimated: no topology") == 2
+    assert "takes" not in Reader(sending).sections["Collectives"]
 
 
 def test_the_cell_of_a_notebook_has_no_script_and_its_styles_stay_in_it(page):
@@ -174,8 +162,8 @@ def test_the_cell_of_a_notebook_has_no_script_and_its_styles_stay_in_it(page):
     assert all(".mp" in part for s in selectors for part in s.split(",") if not s.startswith("body:has(> .mp.page)"))
 
 
-def test_other_files(tmp_path):
-    plan = planned(topology="v5e:2x4")
+def test_other_files(page, tmp_path):
+    plan, _ = page
     plan.save(tmp_path / "plan.json")
     plan.save(str(tmp_path / "plan.txt"))
     assert json.loads((tmp_path / "plan.json").read_text())["memory"]["peak"] == plan.memory.peak

@@ -5,6 +5,7 @@ import io
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.ansi import AnsiDecoder
 from rich.console import Console
 
 import meshpar as mp
@@ -50,18 +51,10 @@ def test_axes_have_the_same_colour_everywhere():
 
 
 def test_a_plan_with_colours_has_the_same_text():
-    plan = mp.plan(
-        lambda w, x: jnp.tanh(x @ w),
-        *ARGS,
-        mesh="data=4, model=2",
-        topology="v5e:2x4",
-        layout="batch: data; mlp: model",
-        dims=DIMS,
-    )
+    options = {"mesh": "data=4, model=2", "topology": "v5e:2x4", "layout": "batch: data; mlp: model", "dims": DIMS}
+    plan = mp.plan(lambda w, x: jnp.tanh(x @ w), *ARGS, **options)
     out = io.StringIO()
     Console(file=out, width=120, force_terminal=True, color_system="truecolor").print(plan)
-    from rich.ansi import AnsiDecoder
-
     decoded = "\n".join(line.plain.rstrip() for line in AnsiDecoder().decode(out.getvalue())).strip()
     assert decoded == str(plan).strip()
     assert "░] 0 %  " in str(plan)

@@ -17,10 +17,16 @@ from meshpar._src.plan.collective_records import TooLong
 from meshpar._src.search.bounds import Breakdown, lower_bounds
 
 LAYOUTS = (
-    "batch: data", "batch, embed: data", "batch: data; mlp: model", "batch, embed: data; mlp: model",
-    "mlp: model; batch: model+data", "embed: model; batch: data", "batch: data; mlp: model; opt.embed: data",
-    "params.embed: data; batch: data", "seq: model; batch: data",
-)  # fmt: skip
+    "batch: data",
+    "batch, embed: data",
+    "batch: data; mlp: model",
+    "batch, embed: data; mlp: model",
+    "mlp: model; batch: model+data",
+    "embed: model; batch: data",
+    "batch: data; mlp: model; opt.embed: data",
+    "params.embed: data; batch: data",
+    "seq: model; batch: data",
+)
 
 
 def step(state, x):
@@ -36,20 +42,20 @@ def step(state, x):
 
 
 def base():
-    weights = {
-        "up": jax.ShapeDtypeStruct((4, 1024, 4096), jnp.bfloat16),
-        "down": jax.ShapeDtypeStruct((4, 4096, 1024), jnp.bfloat16),
-    }
-    x = jax.ShapeDtypeStruct((32, 128, 1024), jnp.bfloat16)
+    shapes = {"up": (4, 1024, 4096), "down": (4, 4096, 1024)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    state, x = {"params": weights, "opt_state": weights}, jax.ShapeDtypeStruct((32, 128, 1024), jnp.bfloat16)
     dims = {"state/*/up": "layers embed mlp", "state/*/down": "layers mlp embed", "x": "batch seq embed"}
-    return mp.plan(
-        step, {"params": weights, "opt_state": weights}, x, dims=dims, layout="", mesh="data=4, model=4", topology="v5e:4x4",
-        lowering="shard_map", overlap="xla",
-    )  # fmt: skip
+    options = {"topology": "v5e:4x4", "lowering": "shard_map", "overlap": "xla"}
+    return mp.plan(step, state, x, dims=dims, layout="", mesh="data=4, model=4", **options)
 
 
-def test_the_bound_of_an_assignment_holds():
-    plan = base()
+@pytest.fixture(scope="module")
+def plan():
+    return base()
+
+
+def test_the_bound_of_an_assignment_holds(plan):
     assert plan.chip is not None
     for layout in LAYOUTS:
         found = plan.replan(layout=layout)
@@ -70,8 +76,7 @@ def breakdown_of(plan):
     return Breakdown(plan, sent(plan_without_passes(plan, plan.request)))
 
 
-def test_the_bound_from_another_plan_holds():
-    plan = base()
+def test_the_bound_from_another_plan_holds(plan):
     plans = {layout: plan.replan(layout=layout) for layout in LAYOUTS}
     elsewhere = [plan.replan(layout=layout, mesh="data=2, model=8", topology="v5e:4x4") for layout in LAYOUTS[:5]]
     for layout, found in plans.items():
@@ -84,13 +89,11 @@ def test_the_bound_from_another_plan_holds():
             assert least.peak <= beside.memory.peak * (1 + 1e-6)
     whole = breakdown_of(plans["batch: data"])
     less = whole.lower_bound(AxisAssignment(plan.program, mp.Layout("batch: data; mlp: model"), plan.sizes))
-    assert (
-        0.25 * whole.kernels <= less.kernels < whole.kernels
-    )  # the products are split four times further, others are not
+    # the products are split four times further, others are not
+    assert 0.25 * whole.kernels <= less.kernels < whole.kernels
 
 
-def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take():
-    plan = base()
+def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take(plan):
     found = plan.replan(layout="batch, embed: data; mlp: model")
     breakdown = breakdown_of(found)
     assert breakdown.sent >= breakdown.hidden >= 0
@@ -106,8 +109,7 @@ def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take():
         assert sent(walked) <= breakdown.max_comm_seconds(kernels, 1.01 * other.seconds)
 
 
-def test_a_walk_ends_where_its_collectives_take_longer_than_they_may():
-    plan = base()
+def test_a_walk_ends_where_its_collectives_take_longer_than_they_may(plan):
     for layout in LAYOUTS[1:]:
         request = replace(plan.request, layout=mp.Layout(layout))
         most = sent(plan_without_passes(plan, request))

@@ -37,18 +37,18 @@ ENTRY %main (x: f32[1024,1024]) -> f32[1024,1024] {{
 """
 
 
-def start(name, pairs=UP, operand="x"):
-    return (f"  %{name} = (f32[1024,1024], f32[1024,1024], u32[], u32[]) collective-permute-start(%{operand}), channel_id=1, "
-            f"source_target_pairs={pairs}\n")  # fmt: skip
+def start(name, pairs=UP):
+    shape, attributes = "(f32[1024,1024], f32[1024,1024], u32[], u32[])", f"channel_id=1, source_target_pairs={pairs}"
+    return f"  %{name} = {shape} collective-permute-start(%x), {attributes}\n"
 
 
 def done(name, of):
     return f"  %{name} = f32[1024,1024] collective-permute-done(%{of})\n"
 
 
-def compute(name, cycles, operand="x", root=""):
-    return (f"  {root}%{name} = f32[1024,1024] fusion(%{operand}), kind=kOutput, calls=%product, "
-            f'backend_config={{"estimated_cycles":"{cycles}"}}\n')  # fmt: skip
+def compute(name, cycles):
+    attributes = f'kind=kOutput, calls=%product, backend_config={{"estimated_cycles":"{cycles}"}}'
+    return f"  %{name} = f32[1024,1024] fusion(%x), {attributes}\n"
 
 
 ROOT = "  ROOT %r = f32[1024,1024] add(%x, %x)\n"

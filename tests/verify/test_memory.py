@@ -23,14 +23,11 @@ def plan():
 
         return jax.tree.map(lambda p, g: p - g, w, jax.grad(loss)(w))
 
-    w = {
-        "up": jax.ShapeDtypeStruct((16384, 65536), "bfloat16"),
-        "down": jax.ShapeDtypeStruct((65536, 16384), "bfloat16"),
-    }
-    return mp.plan(
-        step, w, jax.ShapeDtypeStruct((1024, 16384), "bfloat16"), mesh="data=8, model=2", topology="v5e:4x4",
-        layout="batch: data", dims={"w/up": "embed mlp", "w/down": "mlp embed", "x": "batch embed"}, donate_argnames="w",
-    )  # fmt: skip
+    shapes = {"up": (16384, 65536), "down": (65536, 16384), "x": (1024, 16384)}
+    w = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in shapes.items()}
+    x, dims = w.pop("x"), {"w/up": "embed mlp", "w/down": "mlp embed", "x": "batch embed"}
+    options = {"mesh": "data=8, model=2", "topology": "v5e:4x4", "donate_argnames": "w"}
+    return mp.plan(step, w, x, layout="batch: data", dims=dims, **options)
 
 
 def test_figures_of_the_compiler(plan):

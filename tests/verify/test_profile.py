@@ -31,11 +31,19 @@ def train_step(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
 
 
-def sharded(layout, **options):
-    return mp.jit(train_step, mesh="data=4, model=2", layout=layout, dims=DIMS, **options)
+LAYOUT = "batch: data; mlp: model; embed: data"
 
 
-@pytest.mark.parametrize("layout", ["batch: data; mlp: model; embed: data", 'batch: data; "*/up".mlp: model'])
+def sharded(layout=LAYOUT):
+    return mp.jit(train_step, mesh="data=4, model=2", layout=layout, dims=DIMS)
+
+
+def planned_for_tpu(layout=LAYOUT):
+    options = {"mesh": "data=4, model=2", "topology": "v5e:2x4", "layout": layout, "dims": DIMS}
+    return mp.plan(train_step, PARAMS, X, **options)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, 'batch: data; "*/up".mlp: model'])
 def test_compiled_collectives_carry_the_names_of_the_plan(layout):
     step = sharded(layout)
     plan = step.plan(PARAMS, X)
@@ -49,18 +57,17 @@ def test_compiled_collectives_carry_the_names_of_the_plan(layout):
 
 
 def test_names_have_kind_dims_and_rule():
-    plan = sharded("batch: data; mlp: model; embed: data").plan(PARAMS, X)
-    assert set(map(plan.scope_name, plan.collectives)) == {
-        "all-gather embed mlp | embed: data", "all-gather mlp embed | embed: data",
-        "all-reduce batch embed | mlp: model", "all-reduce | batch: data",
-        "reduce-scatter embed mlp | batch: data", "reduce-scatter mlp embed | batch: data",
-    }  # fmt: skip
+    plan = sharded().plan(PARAMS, X)
+    gathers = {f"all-gather {dims} | embed: data" for dims in ("embed mlp", "mlp embed")}
+    scatters = {f"reduce-scatter {dims} | batch: data" for dims in ("embed mlp", "mlp embed")}
+    reduces = {"all-reduce batch embed | mlp: model", "all-reduce | batch: data"}
+    assert set(map(plan.scope_name, plan.collectives)) == gathers | scatters | reduces
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace")
-    step = sharded("batch: data; mlp: model; embed: data")
+    step = sharded()
     state, _ = step(*step.put(PARAMS, X))
     jax.block_until_ready(state)
     with jax.profiler.trace(folder):
@@ -72,7 +79,7 @@ def trace(tmp_path_factory):
 
 
 def test_trace_of_a_step(trace):
-    plan, _, report = trace
+    plan, folder, report = trace
     assert report.runs == RUNS
     assert report.devices == 8
     assert report.step.name == "jit_train_step"
@@ -90,16 +97,9 @@ def test_trace_of_a_step(trace):
     runs = {m.name: m.runs for m in report.collectives}
     assert runs["all-gather embed mlp | embed: data"] == 2 * LAYERS
     assert runs["all-reduce | batch: data"] == 1
-
-
-def test_events_of_the_trace(trace):
-    _, folder, _ = trace
     (program,) = [p for p in read_trace(folder) if p.name == "jit_train_step"]
-    gathers = [
-        n
-        for n, i in program.module.instructions.items()
-        if "all-gather embed mlp" in i.op_name and i.opcode == "all-gather"
-    ]
+    ops = program.module.instructions.items()
+    gathers = [n for n, i in ops if "all-gather embed mlp" in i.op_name and i.opcode == "all-gather"]
     assert len(gathers) == 2  # forward and backward pass
     for name in gathers:
         assert sum(e.name == name for e in program.events) == RUNS * 8 * LAYERS  # runs, devices, layers
@@ -131,27 +131,24 @@ def test_other_traces(trace, tmp_path):
     other = sharded("batch: data; embed: model").plan(PARAMS, X)
     names = set(map(other.scope_name, other.collectives)) - set(map(plan.scope_name, plan.collectives))
     assert all(m.measured is None for m in other.compare(folder).collectives if m.name in names)
-    with jax.profiler.trace(tmp_path / "empty"):
-        jax.block_until_ready(
-            mp.jit(lambda x: x @ x.T, mesh="data=8", layout="batch: data", dims={"x": "batch embed"})(X)
-        )
-    with pytest.raises(UnsupportedError, match="no program of the trace is this plan's step"):
-        plan.compare(tmp_path / "empty")
+    tpu_trace(tmp_path, "copy.1 = f32[] copy(z)", [("%copy.1 = f32[] copy(%z)", 1000, 2000)])
+    with pytest.raises(UnsupportedError, match="programs are jit_train_step"):
+        plan.compare(tmp_path)
 
 
 def varint(n):
     return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
 
 
-def tpu_trace(path, instructions, events, module, reduction=""):
-    """Write a trace of one TPU.
+def tpu_trace(folder, instructions, events, reduction=""):
+    """Write a trace of one TPU, which runs the program from 500 to 10,000 ns.
 
     Args:
       instructions: of the entry computation, as HLO text.
       events: (name, start, end in ns).
-      module: the event of the run.
       reduction: op_name of the addition that all-reduces apply.
     """
+    module = "jit_train_step(7)", 500, 10000
     text = f"""HloModule jit_train_step
 add {{
   a = f32[] parameter(0)
@@ -192,19 +189,11 @@ ENTRY main {{
     planes {{
       name: "/device:TPU:0" {line("XLA Modules", [module])} {line("XLA Ops", events)} {" ".join(metadata)}
     }}"""
-    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(xspace))
+    (folder / "vm.xplane.pb").write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(xspace))
 
 
 def test_asynchronous_collectives_of_a_tpu(tmp_path):
-    plan = mp.plan(
-        train_step,
-        PARAMS,
-        X,
-        mesh="data=4, model=2",
-        topology="v5e:2x4",
-        layout="batch: data; mlp: model; embed: data",
-        dims=DIMS,
-    )
+    plan = planned_for_tpu()
     gather, total = "all-gather embed mlp | embed: data", "all-reduce | batch: data"
     path = "jit(train_step)/shard_map/jvp(loop over layers)/while/body/closed_call"
     instructions = f"""while.1 = (f32[]) while(t), condition=cond, body=body, metadata={{
@@ -224,7 +213,7 @@ def test_asynchronous_collectives_of_a_tpu(tmp_path):
         ("%all-reduce.9 = (f32[]) all-reduce(%a)", 9000, 9500),
         ("%fusion.2 = f32[4,64] fusion(%p)", 20000, 21000),  # of another program
     ]
-    tpu_trace(tmp_path / "vm.xplane.pb", instructions, events, ("jit_train_step(7)", 500, 10000))
+    tpu_trace(tmp_path, instructions, events)
     report = plan.compare(tmp_path)
     measured = {m.name: m.measured for m in report.collectives}
     assert report.runs == 1
@@ -247,14 +236,8 @@ def test_asynchronous_collectives_of_a_tpu(tmp_path):
 
 
 def test_a_combined_collective_is_the_planned_ones_by_their_bytes(tmp_path):
-    plan = mp.plan(
-        train_step, PARAMS, X, mesh="data=4, model=2", topology="v5e:2x4", layout="batch: data; mlp: model", dims=DIMS
-    )
-    up, down, loss = (
-        "all-reduce embed mlp | batch: data",
-        "all-reduce mlp embed | batch: data",
-        "all-reduce | batch: data",
-    )
+    plan = planned_for_tpu("batch: data; mlp: model")
+    up, down, loss = (f"all-reduce {dims}| batch: data" for dims in ("embed mlp ", "mlp embed ", ""))
     activations = "all-reduce batch embed | mlp: model"
     assert {up, down, loss, activations} <= set(map(plan.scope_name, plan.collectives))
     path = "jit(train_step)/shard_map/transpose(jvp(loop over layers))/while/body"
@@ -263,7 +246,7 @@ def test_a_combined_collective_is_the_planned_ones_by_their_bytes(tmp_path):
   all-reduce.2 = (f32[4,32], f32[4,32]) all-reduce(q, q), replica_groups={{}}, to_apply=add,
       metadata={{op_name="{path}/{activations}/psum"}}"""
     events = [("%all-reduce.1 = (f32[]) all-reduce(%a)", 1000, 9196), ("%all-reduce.2 = () all-reduce(%b)", 9200, 9300)]
-    tpu_trace(tmp_path / "vm.xplane.pb", instructions, events, ("jit_train_step(7)", 500, 10000))
+    tpu_trace(tmp_path, instructions, events)
     report = plan.compare(tmp_path)
     measured = {m.name: m.measured for m in report.collectives}
     np.testing.assert_allclose(measured[up], 8196e-9 * 4096 / 8196)
@@ -274,21 +257,12 @@ def test_a_combined_collective_is_the_planned_ones_by_their_bytes(tmp_path):
 
 
 def test_a_reduce_scatter_that_the_compiler_replaced_has_its_name_in_the_reduction(tmp_path):
-    layout = "batch: data; mlp: model; embed: data"
-    plan = mp.plan(train_step, PARAMS, X, mesh="data=4, model=2", topology="v5e:2x4", layout=layout, dims=DIMS)
-    up, down, loss = (
-        "reduce-scatter embed mlp | batch: data",
-        "reduce-scatter mlp embed | batch: data",
-        "all-reduce | batch: data",
-    )
+    plan, loss = planned_for_tpu(), "all-reduce | batch: data"
+    up, down = (f"reduce-scatter {dims} | batch: data" for dims in ("embed mlp", "mlp embed"))
     assert {up, down, loss} <= set(map(plan.scope_name, plan.collectives))
-    instructions = (
-        """all-reduce.1 = (f32[32,32], f32[32,32], f32[]) all-reduce(p, p, z), replica_groups={}, to_apply=add"""
-    )
-    tpu_trace(
-        tmp_path / "vm.xplane.pb", instructions, [("%all-reduce.1 = (f32[]) all-reduce(%a)", 1000, 9196)],
-        ("jit_train_step(7)", 500, 10000), f"transpose(jvp(loop over layers))/while/body/{up}/reduce_scatter",
-    )  # fmt: skip
+    instructions = "all-reduce.1 = (f32[32,32], f32[32,32], f32[]) all-reduce(p, p, z), replica_groups={}, to_apply=add"
+    reduction = f"transpose(jvp(loop over layers))/while/body/{up}/reduce_scatter"
+    tpu_trace(tmp_path, instructions, [("%all-reduce.1 = (f32[]) all-reduce(%a)", 1000, 9196)], reduction)
     report = plan.compare(tmp_path)
     measured = {m.name: m.measured for m in report.collectives if m.measured is not None}
     assert measured == {

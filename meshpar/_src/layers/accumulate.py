@@ -298,15 +298,16 @@ def _zeros(path: Any, like: Any) -> jax.Array:
       UnsupportedError: the result is a boolean or a PRNG key.
     """
     if like.dtype == bool or is_key(like):
-        what = "PRNG key" if is_key(like) else "boolean"
+        what, fixes = "PRNG key", ["split the key outside of the function"]
+        if not is_key(like):
+            counts = "counts the microbatches in which it is true: 0 if in none, their number if in all"
+            fraction = "flag.astype(jnp.float32) gives their fraction"
+            what, fixes = "boolean", [f"flag.astype(jnp.int32) {counts}", fraction]
         raise UnsupportedError(
             f"mp.train.accumulate_gradients: the result{jax.tree_util.keystr(path)} is a {what}, which is "
             "neither averaged nor summed over the microbatches",
-            fixes=["split the key outside of the function"] if is_key(like) else [
-                "flag.astype(jnp.int32) counts the microbatches in which it is true: 0 if in none, their number if in all",
-                "flag.astype(jnp.float32) gives their fraction",
-            ],
-        )  # fmt: skip
+            fixes=fixes,
+        )
     if like.dtype == jax.dtypes.float0:
         return jnp.zeros((), bool)
     is_float = jnp.issubdtype(like.dtype, jnp.inexact)

@@ -87,10 +87,8 @@ def attention(
                 fixes=[f"reshape {name} to [batch, seq, heads, head_dim]; a dim may be of size 1"],
             )
     together = q.shape[1] == k.shape[1]
-    options = {
-        "causal": causal, "window": window, "scale": scale, "softcap": softcap, "strategy": strategy, "zigzag": zigzag,
-        "implementation": implementation, **tuning,
-    }  # fmt: skip
+    options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "implementation": implementation}
+    options |= {"strategy": strategy, "zigzag": zigzag, **tuning}
     static = tuple(sorted(options.items()))
     operands = _unpack((q, k, v, *ids), len(ids))
     _plan(operands, {}, {**options, "strategy": "ring"})  # on one device: all but the strategy

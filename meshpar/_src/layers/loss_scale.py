@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -87,12 +87,11 @@ class LossScale:
         grown = self.steps + 1 >= self.period
         larger = jnp.where(grown, jnp.minimum(self.scale * self.factor, self.largest), self.scale)
         smaller = jnp.maximum(self.scale / self.factor, self.smallest)
-        return LossScale(
-            jnp.where(finite, larger, smaller).astype(jnp.float32),
-            jnp.where(finite & ~jnp.asarray(grown), self.steps + 1, 0).astype(jnp.int32),
-            (self.skipped + jnp.where(finite, 0, 1)).astype(jnp.int32),
-            self.period, self.factor, self.smallest, self.largest,
-        )  # fmt: skip
+        scale = jnp.where(finite, larger, smaller).astype(jnp.float32)
+        steps = jnp.where(finite & ~jnp.asarray(grown), self.steps + 1, 0).astype(jnp.int32)
+        return replace(
+            self, scale=scale, steps=steps, skipped=(self.skipped + jnp.where(finite, 0, 1)).astype(jnp.int32)
+        )
 
     @staticmethod
     def select(finite: jax.Array, new: Any, old: Any) -> Any:

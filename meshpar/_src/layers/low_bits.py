@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,29 +16,23 @@ from .block_codes import BlockCode, Coded
 
 Sign = Literal["signed", "nonnegative"]
 
-_FIELDS: Mapping[Sign, Mapping[str, Sequence[str]]] = {
-    "signed": {
-        "EmaState": ["ema"], "ScaleByAdamState": ["mu"], "ScaleByAdanState": ["m", "v"], "ScaleByAmsgradState": ["mu"],
-        "ScaleByBeliefState": ["mu"], "ScaleByLionState": ["mu"], "ScaleByNovogradState": ["mu"], "ScaleBySM3State": ["nu"],
-        "TraceState": ["trace"], "DAdaptAdamWState": ["exp_avg"], "MomoAdamState": ["exp_avg"], "MomoState": ["exp_avg"],
-        "MuonState": ["mu"], "ProdigyState": ["exp_avg"], "ScaleByAdemamixState": ["m1", "m2"],
-        "ScaleBySimplifiedAdEMAMixState": ["m"], "SophiaState": ["mu"],
-    },
-    "nonnegative": {
-        "FactoredState": ["v"], "ScaleByAdaDeltaState": ["e_g", "e_x"], "ScaleByAdamState": ["nu"],
-        "ScaleByAdanState": ["n"], "ScaleByAmsgradState": ["nu", "nu_max"], "ScaleByBeliefState": ["nu"],
-        "ScaleByRmsState": ["nu"], "ScaleByRssState": ["sum_of_squares"], "DAdaptAdamWState": ["exp_avg_sq"],
-        "MomoAdamState": ["exp_avg_sq"], "ProdigyState": ["exp_avg_sq"], "ScaleByAdemamixState": ["nu"],
-        "ScaleBySimplifiedAdEMAMixState": ["n"],
-    },
-}  # fmt: skip
+_FIELDS: Mapping[Sign, str] = {
+    "signed": """EmaState.ema ScaleByAdamState.mu ScaleByAdanState.m ScaleByAdanState.v ScaleByAmsgradState.mu
+        ScaleByBeliefState.mu ScaleByLionState.mu ScaleByNovogradState.mu ScaleBySM3State.nu TraceState.trace
+        DAdaptAdamWState.exp_avg MomoAdamState.exp_avg MomoState.exp_avg MuonState.mu ProdigyState.exp_avg
+        ScaleByAdemamixState.m1 ScaleByAdemamixState.m2 ScaleBySimplifiedAdEMAMixState.m SophiaState.mu""",
+    "nonnegative": """FactoredState.v ScaleByAdaDeltaState.e_g ScaleByAdaDeltaState.e_x ScaleByAdamState.nu
+        ScaleByAdanState.n ScaleByAmsgradState.nu ScaleByAmsgradState.nu_max ScaleByBeliefState.nu ScaleByRmsState.nu
+        ScaleByRssState.sum_of_squares DAdaptAdamWState.exp_avg_sq MomoAdamState.exp_avg_sq ProdigyState.exp_avg_sq
+        ScaleByAdemamixState.nu ScaleBySimplifiedAdEMAMixState.n""",
+}
+"""Sign → the fields of states of optax that are such moments."""
 
 MOMENTS: Mapping[tuple[type, str], Sign] = {
     (state, field): sign
-    for sign, states in _FIELDS.items()
-    for name, fields in states.items()
+    for sign, fields in _FIELDS.items()
+    for name, _, field in (each.partition(".") for each in fields.split())
     if (state := getattr(optax, name, None) or getattr(optax.contrib, name, None))  # newer versions of optax have more
-    for field in fields
 }
 """(Type of an optax state, field) → the sign of its elements: moments, whose rounding changes an update by about as much."""
 

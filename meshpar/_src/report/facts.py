@@ -442,7 +442,7 @@ class LargeValue:
 def largest_values(plan: Plan, most: int = 12) -> list[LargeValue]:
     """The largest intermediate values that a device writes to its memory, largest first."""
     groups: dict[Any, LargeValue] = {}
-    for kernel in _kernels(computation_of(plan)):
+    for kernel in kernels_of(computation_of(plan)):
         for buffer in kernel.writes:
             v = buffer.value
             if v.path is not None:
@@ -455,11 +455,12 @@ def largest_values(plan: Plan, most: int = 12) -> list[LargeValue]:
     return sorted(groups.values(), key=lambda x: -x.bytes)[:most]
 
 
-def _kernels(computation: Computation) -> Iterator[Kernel]:
+def kernels_of(computation: Computation) -> Iterator[Kernel]:
+    """The kernels of a computation, also in the bodies of its loops."""
     for kernel in computation.kernels:
         yield kernel
         for body in kernel.bodies:
-            yield from _kernels(body)
+            yield from kernels_of(body)
 
 
 # -- one layer
@@ -513,7 +514,7 @@ def loop_timelines(plan: Plan, most: int = 2) -> list[LoopTimeline]:
     """Timelines of the ``most`` loops with the longest time, in program order; empty where no time is estimated."""
     if plan.chip is None:
         return []
-    kernels = _kernels(computation_of(plan))
+    kernels = kernels_of(computation_of(plan))
     loops = [(kernel, body) for kernel in kernels for body in kernel.bodies if (body.trip_count or 1) > 1]
     timelines = [_timeline(plan, kernel, body) for kernel, body in loops]
     longest = sorted((t for t in timelines if t.seconds), key=lambda t: -t.seconds * t.trips)[:most]

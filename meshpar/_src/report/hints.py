@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -49,15 +50,21 @@ def memory_hints(plan: Plan) -> list[str]:
     return [hint for hint in hints if hint]
 
 
-def _rule_hint(plan: Plan) -> str | None:
-    """The rule that, at the end of the layout, saves most memory of arguments; None: none saves a considerable part."""
-    gains: dict[str, float] = {}
+def rule_gains(plan: Plan) -> defaultdict[str, float]:
+    """The rules that shard a further dim of arguments → the bytes that each saves at the end of the layout."""
+    gains: defaultdict[str, float] = defaultdict(float)
     for h in plan.inputs:
         used = {a for _, axes in h.split for a in axes}
         for (dim, axes), size in zip(h.split, h.shape, strict=True):
             for axis, n in plan.sizes.items():
                 if dim and dim.isidentifier() and not axes and axis not in used and n > 1 and size % n == 0:
-                    gains[f"{dim}: {axis}"] = gains.get(f"{dim}: {axis}", 0.0) + h.bytes * (1 - 1 / n)
+                    gains[f"{dim}: {axis}"] += h.bytes * (1 - 1 / n)
+    return gains
+
+
+def _rule_hint(plan: Plan) -> str | None:
+    """The rule that, at the end of the layout, saves most memory of arguments; None: none saves a considerable part."""
+    gains = rule_gains(plan)
     rule = max(gains, key=gains.__getitem__, default=None)
     if rule is None or gains[rule] < MIN_SAVED_SHARE * memory_of(plan).peak:
         return None

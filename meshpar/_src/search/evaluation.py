@@ -155,9 +155,7 @@ class Evaluation:
         first, row = self.rows[one], self._results.get(key)
         if isinstance(row, Row):
             return row.cost == first.cost
-        try:
-            plan = self._plan_without_passes(other)
-        except MeshparError:
+        if (plan := self._legal_plan(other)) is None:
             return False
         if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
             return False
@@ -189,11 +187,14 @@ class Evaluation:
 
     def is_legal(self, point: Point) -> bool:
         """Whether a candidate has a plan."""
+        return self._legal_plan(point) is not None
+
+    def _legal_plan(self, point: Point) -> Plan | None:
+        """The plan of a candidate before passes; None: it has none."""
         try:
-            self._plan_without_passes(point)
+            return self._plan_without_passes(point)
         except MeshparError:
-            return False
-        return True
+            return None
 
     # -- plans
 

@@ -168,28 +168,24 @@ def compile_lowered(
     topology, ids = _topology(devices), {d.id: d.id for d in devices}
     if topology.startswith("cpu:"):  # the devices of other processes have ids far from these
         ids = {d.id: i for i, d in enumerate(sorted(jax.devices("cpu"), key=lambda d: d.id))}
-    job = Job(
-        name or "step", module, content, topology, tuple(ids[d.id] for d in devices), facts,
-        dict(compiler_options or {}), effort == "fast",
-    )  # fmt: skip
+    order, options = tuple(ids[d.id] for d in devices), dict(compiler_options or {})
+    job = Job(name or "step", module, content, topology, order, facts, options, effort == "fast")
     archive = compile_job(job, timeout=timeout, cache=cache, progress=progress)
-    capacity = capacity_of(job.topology)
+    capacity = capacity_of(topology)
     error = archive.facts.get("error")
     if error is not None:
         if error.startswith("RESOURCE_EXHAUSTED"):
-            raise out_of_memory(error, job.topology, plan, capacity)
+            raise out_of_memory(error, topology, plan, capacity)
         fix = 'the error\'s `log` has the complete output of the compiler; another layout, or lowering="jit", may avoid it'
-        headline = f"the compiler for {job.topology} refuses this program: {error.splitlines()[0]}"
+        headline = f"the compiler for {topology} refuses this program: {error.splitlines()[0]}"
         refused = CompilerError(headline, fixes=[fix])
         refused.log = error
         raise refused
     memory = Memory(**archive.facts["memory"])
     if capacity is not None and memory.peak > capacity:
-        raise out_of_memory("", job.topology, plan, capacity, needed=memory.peak)
-    return Compiled(
-        job.name, job.topology, effort, memory, capacity, plan, mesh, archive.facts["compile_seconds"], archive.cached,
-        archive,
-    )  # fmt: skip
+        raise out_of_memory("", topology, plan, capacity, needed=memory.peak)
+    seconds = archive.facts["compile_seconds"]
+    return Compiled(job.name, topology, effort, memory, capacity, plan, mesh, seconds, archive.cached, archive)
 
 
 def _topology(devices: list[Any]) -> str:
@@ -260,13 +256,13 @@ def _renderable(c: Compiled) -> Any:
     fits = f" of {format_memory(c.capacity)}" if c.capacity else ""
     host = f"; {format_memory(m.host)} in the host's memory" if m.host else ""
     when = "from the cache; it took" if c.cached else "in"
-    head = Text.assemble(
-        ("compiled", "bold"), f"  {c.name} for {c.topology}, {c.effort} effort, {when} {c.compile_seconds:.1f} s\n",
-        ("memory", "bold"), f"    peak {format_memory(m.peak)}{fits} a device: arguments {format_memory(m.arguments)}, "
-        f"outputs {format_memory(m.outputs)} "
-        f"({format_memory(m.aliased)} in place of arguments), temporaries {format_memory(m.temporaries)}, "
-        f"code {format_memory(m.code)}{host}",
-    )  # fmt: skip
+    made = f"  {c.name} for {c.topology}, {c.effort} effort, {when} {c.compile_seconds:.1f} s\n"
+    memory = (
+        f"    peak {format_memory(m.peak)}{fits} a device: arguments {format_memory(m.arguments)}, outputs "
+        f"{format_memory(m.outputs)} ({format_memory(m.aliased)} in place of arguments), temporaries "
+        f"{format_memory(m.temporaries)}, code {format_memory(m.code)}{host}"
+    )
+    head = Text.assemble(("compiled", "bold"), made, ("memory", "bold"), memory)
     if c.effort == "fast":
         head.append(
             "\n          (full effort may give another peak: 0 to 16 % higher for models of 7B to 50B, 20 % lower for one of 1B)\n"

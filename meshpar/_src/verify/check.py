@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -267,14 +267,15 @@ class _Case:
             if failed:
                 error = localizer.error(failed, differences, outs)
         paths = [h.path for h in plan.outputs]
-        others = [k for k in range(len(differences)) if k not in explained]
-        worst = failed[0] if failed else max(others, key=lambda k: differences[k].relative, default=None)
-        largest = max(explained, key=lambda k: differences[k].relative, default=None)
-        return Row(
-            mesh_text(plan.sizes), str(plan.layout), plan.lowering, "" if worst is None else paths[worst],
-            0.0 if worst is None else differences[worst].relative, len(differences), tuple(paths[k] for k in explained), error,
-            *((0.0, "") if largest is None else (differences[largest].relative, paths[largest])),
-        )  # fmt: skip
+
+        def largest(results: Iterable[int]) -> tuple[str, float]:
+            """(path, difference) of the result that differs most."""
+            return max(((paths[k], differences[k].relative) for k in results), key=lambda x: x[1], default=("", 0.0))
+
+        others = [k for k in range(len(paths)) if k not in explained]
+        rounding_path, rounding = largest(explained)
+        where, names = (mesh_text(plan.sizes), str(plan.layout), plan.lowering), tuple(paths[k] for k in explained)
+        return Row(*where, *largest(failed[:1] or others), len(paths), names, error, rounding, rounding_path)
 
     def unsharded(self, subject: Subject) -> Reference:
         """The run on one device, under ``jax.jit`` alone."""

@@ -68,16 +68,11 @@ def _convolution(i: Instruction, computation: Computation) -> int:
     window = re.search(r"window=\{([^}]*)\}", i.attributes)
     given = dict(part.split("=") for part in window[1].split()) if window else {}
     total = 2 * out[labels[3].index("b")] * out[labels[3].index("f")] * right[labels[2].index("i")]
+    otherwise = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
     for d in range(len(out) - 2):
-        name = str(d)
-
-        def option(key: str, otherwise: int, d: int = d) -> int:
-            return int(given[key].split("x")[d].split("_")[0]) if key in given else otherwise
-
-        total *= _taps(
-            left[labels[1].index(name)], right[labels[2].index(name)], out[labels[3].index(name)],
-            option("stride", 1), option("pad", 0), option("lhs_dilate", 1), option("rhs_dilate", 1),
-        )  # fmt: skip
+        sizes = [of[labels[k].index(str(d))] for k, of in enumerate((left, right, out), 1)]
+        options = [int(given[key].split("x")[d].split("_")[0]) if key in given else n for key, n in otherwise.items()]
+        total *= _taps(*sizes, *options)
     return total
 
 

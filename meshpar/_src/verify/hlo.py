@@ -13,16 +13,9 @@ from ..hardware.collective_ops import wire_bytes
 from .hlo_text import CALLS, Instruction, Module, arrays, byte_size, closing, parse
 from .loops import Scope, trip_count
 
-KINDS = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
-    "collective-broadcast",
-)  # fmt: skip
-
-
-_DCN = {
-    "ALL_GATHER": "all-gather", "ALL_REDUCE": "all-reduce", "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute",
-}  # fmt: skip
+_GROUPED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+KINDS = (*_GROUPED, "ragged-all-to-all", "collective-permute", "collective-broadcast")
+_DCN = {"ONE_TO_ONE": "collective-permute", **{kind.upper().replace("-", "_"): kind for kind in _GROUPED}}
 _SLICE = 100_000  # the TPU runtime numbers the chips of slice k (from 1) from k times this on
 
 
@@ -261,11 +254,9 @@ def _between_slices(module: Module, run: Run, kind: str) -> HloCollective:
     slices = [n // _SLICE if n >= _SLICE else n for n in numbers]
     g = len(slices)
     sent = wire_bytes(kind, byte_size(data) * (g if kind == "all-gather" else 1), g) if g else 0.0
-    members = tuple((s - 1) * module.devices for s in slices)
-    return HloCollective(
-        kind, 0 if kind == "collective-permute" else g, members or None, _shapes(data), sent, run.count, True, i.name,
-        i.op_name, module.source(i),
-    )  # fmt: skip
+    members = tuple((s - 1) * module.devices for s in slices) or None
+    group, source = 0 if kind == "collective-permute" else g, module.source(i)
+    return HloCollective(kind, group, members, _shapes(data), sent, run.count, True, i.name, i.op_name, source)
 
 
 def _pairs(attributes: str) -> list[tuple[int, int]]:

@@ -48,11 +48,9 @@ def _on_one_device(eqn: JaxprEqn) -> JaxprEqn:
 def _renamed(program: Program, flat: ClosedJaxpr, made: Sequence[Any]) -> Program:
     """The flat program with all values as results, with the dims of the original program."""
     ins, outs = program.inputs, program.outputs
-    twin = infer(
-        flat, [v.annotation for v in ins], [v.path or "" for v in ins],
-        [*(v.annotation for v in outs), *(None for _ in made)],
-        [*(v.path or "" for v in outs), *(f"value {k}" for k in range(len(made)))],
-    )  # fmt: skip
+    annotations = [*(v.annotation for v in outs), *[None] * len(made)]
+    paths = [*(v.path or "" for v in outs), *(f"value {k}" for k in range(len(made)))]
+    twin = infer(flat, [v.annotation for v in ins], [v.path or "" for v in ins], annotations, paths)
     for new, old in [*zip(twin.inputs, ins, strict=True), *zip(twin.outputs, outs, strict=False)]:
         new.kind = new.kind or old.kind
     return twin
@@ -208,30 +206,17 @@ class Localizer:
                 once = compiled(run, xs)
                 spread = spread_of(lambda xs, once=once: once(*xs), xs, theirs, ulps, self.tolerance)
             beyond = [j for j, (d, s) in enumerate(zip(off, spread, strict=True)) if not d.ok and d.largest > SLACK * s]
-            verdicts = self.arbiter(eqn, xs, ours, theirs, beyond)
-            wrong = [(eqn.outvars[j], off[j], v) for j, v in verdicts if v is None or not v.rounding]
+            wide = exact(self.one(eqn), xs) if beyond else None  # None: there is no wider dtype
+            verdicts = [None if wide is None else wide.judge(j, ours[j], theirs[j]) for j in beyond]
+            judged = zip(beyond, verdicts, strict=True)
+            wrong = [(eqn.outvars[j], off[j], v) for j, v in judged if v is None or not v.rounding]
             self._wrong[i] = max(wrong, key=lambda x: x[1].relative, default=None)
-
-    def arbiter(
-        self, eqn: JaxprEqn, xs: Sequence[Any], ours: Sequence[Any], theirs: Sequence[np.ndarray], which: Sequence[int]
-    ) -> list[tuple[int, Verdict | None]]:
-        """(result, verdict of a wider dtype) for some results of an op on the same operands; None: there is no wider dtype.
-
-        Args:
-          xs: the operands of the op, on one device.
-          ours, theirs: its results in the sharded run, and on one device.
-          which: indices of the results that differ by more than the tolerance.
-        """
-        wide = exact(self.one(eqn), xs) if which else None
-        return [(j, None if wide is None else wide.judge(j, ours[j], theirs[j])) for j in which]
 
     def one(self, eqn: JaxprEqn) -> ClosedJaxpr:
         """A program that consists of one op; its inputs are the operands."""
         ins = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-        jaxpr = self.plan.program.closed.jaxpr
-        return ClosedJaxpr(
-            jaxpr.replace(constvars=[], invars=ins, eqns=[eqn], outvars=eqn.outvars, effects=eqn.effects), ()
-        )
+        parts = {"constvars": [], "invars": ins, "eqns": [eqn], "outvars": eqn.outvars, "effects": eqn.effects}
+        return ClosedJaxpr(self.plan.program.closed.jaxpr.replace(**parts), ())
 
     def alone(self, eqn: JaxprEqn) -> tuple[Callable[..., list[Any]], list[Any]]:
         """A function of one op, and its operands in the sharded run, copied to one device."""

@@ -15,13 +15,12 @@ Thunk = Callable[[], Any]
 MAX_LINEAR_TRIPS, MAX_TRIPS = 1 << 12, 1 << 40
 """Trip counts up to which every trip is evaluated, and up to which the end is bisected."""
 
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "minimum": min, "maximum": max,
-    "and": operator.and_, "or": operator.or_,
-}  # fmt: skip
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {"minimum": min, "maximum": max}
+_ARITHMETIC |= {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
+_ARITHMETIC |= {"and": operator.and_, "or": operator.or_}
 _COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "EQ": operator.eq, "NE": operator.ne,
-}  # fmt: skip
+    name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")
+}
 _SAME = frozenset({"copy", "convert", "bitcast", "reshape", "broadcast", "optimization-barrier", "copy-done"})
 
 

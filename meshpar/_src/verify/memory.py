@@ -13,6 +13,7 @@ from ..layout import Layout
 from ..passes import replan
 from ..plan.plan import Plan
 from ..report.facts import argument_dims, dims_text, padding_text, shape_text
+from ..report.hints import rule_gains
 from ..units import format_memory
 
 MAX_ARGUMENTS, MAX_INTERMEDIATES, MAX_TRIED_RULES, MAX_RULES = 6, 4, 8, 4
@@ -84,36 +85,30 @@ def _table(plan: Plan) -> list[str]:
     return lines + [f"    {a:>{wide[0]}}  {b:<{wide[1]}}  {c:<{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
 
 
-def _candidates(plan: Plan) -> list[tuple[str, str]]:
-    """(dim, axis) pairs that could shard large arrays further, those that could save most memory first."""
-    gains: dict[tuple[str, str], float] = {}
-
-    def count(dims: list[str], used: set[str], size: float) -> None:
-        for dim in dims:
-            for axis, n in plan.sizes.items():
-                if n > 1 and axis not in used and re.fullmatch(r"[A-Za-z]\w*", dim):
-                    gains[dim, axis] = gains.get((dim, axis), 0.0) + size * (1 - 1 / n)
-
-    for h in plan.inputs:
-        count([d for d, axes in h.split if d and not axes], {a for _, axes in h.split for a in axes}, h.bytes)
+def _candidates(plan: Plan) -> list[str]:
+    """Rules that could shard large arrays further, those that could save most memory first."""
+    gains = rule_gains(plan)
     for name, size, *_ in memory_of(plan).largest:
-        m = re.search(r"\[([^\]]*)\]\Z", name)
-        count(m[1].split() if m else [], set(), size)
-    return sorted(gains, key=lambda k: -gains[k])
+        dims = re.search(r"\[([^\]]*)\]\Z", name)
+        for dim in filter(str.isidentifier, dims[1].split() if dims else ()):
+            for axis, n in plan.sizes.items():
+                if n > 1:
+                    gains[f"{dim}: {axis}"] += size * (1 - 1 / n)
+    return sorted(gains, key=lambda rule: -gains[rule])[:MAX_TRIED_RULES]
 
 
 def _suggestions(plan: Plan, capacity: float | None) -> list[str]:
     """Rules that reduce the planned peak when they are added at the end of the layout, best first."""
     before = memory_of(plan).peak
     plans: list[tuple[float, float, str]] = []
-    for dim, axis in _candidates(plan)[:MAX_TRIED_RULES]:
-        rule = Layout(f"{dim}?: {axis}").with_first(plan.requested_layout.rules)
+    for rule in _candidates(plan):
+        layout = Layout(rule.replace(":", "?:")).with_first(plan.requested_layout.rules)
         try:
-            after = replan(plan, replace(plan.request, layout=rule))
+            after = replan(plan, replace(plan.request, layout=layout))
         except MeshparError:  # this rule cannot be planned; others may
             continue
         if memory_of(after).peak < 0.99 * before:
-            plans.append((memory_of(after).peak, after.argument_bytes(), f"{dim}: {axis}"))
+            plans.append((memory_of(after).peak, after.argument_bytes(), rule))
     plans.sort()
     lines = []
     for peak, arguments, rule in plans[:MAX_RULES]:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
@@ -17,7 +18,7 @@ from rich.text import Text
 
 from ...errors import UnsupportedError
 from ..compat.jax import pass_of
-from ..cost.kernels import Computation, computation_of
+from ..cost.kernels import computation_of
 from ..cost.schedule import schedules
 from ..cost.time import time_of
 from ..hardware.collective_ops import collective_volume
@@ -25,6 +26,7 @@ from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Loop
 from ..report.document import Document
+from ..report.facts import kernels_of
 from ..report.tables import Cell, Table, code, number
 from ..units import format_seconds
 from .hlo import KINDS
@@ -239,18 +241,15 @@ def _compared(plan: Plan, program: ProgramTrace, names: Sequence[str], loops: Se
         runs = None if any(c.count is None for c in group) else sum(c.runs for c in group)
         seconds = sum(c.total_seconds for c in group) if planned else None
         rows.append(Measured(name, runs, seconds, sending.get(name)))
+    rows.sort(key=lambda m: -(m.measured or 0.0))
     time = time_of(plan)
-    busy = _span(program.events) if program.events else 0.0
-    return PlanProfile(
-        plan, program.runs, len(program.devices),
-        Measured(program.name, 1, time.seconds if time else None, busy / program.runs),
-        sorted(rows, key=lambda m: -(m.measured or 0.0)),
-        [
-            Measured(f"{loop}, backward pass" if backward else loop, runs, seconds, in_loops.get((loop, backward)))
-            for loop, backward, runs, seconds in loops
-        ],
-        sorted(other.items(), key=lambda o: -o[1]),
-    )  # fmt: skip
+    step = Measured(program.name, 1, time.seconds if time else None, _span(program.events) / program.runs)
+    measured = [
+        Measured(f"{loop}, backward pass" if backward else loop, runs, seconds, in_loops.get((loop, backward)))
+        for loop, backward, runs, seconds in loops
+    ]
+    added = sorted(other.items(), key=lambda o: -o[1])
+    return PlanProfile(plan, program.runs, len(program.devices), step, rows, measured, added)
 
 
 _PlannedLoop = tuple[str, bool, int | None, float | None]
@@ -275,18 +274,11 @@ def _planned_loops(plan: Plan) -> Iterable[_PlannedLoop]:
 
 def _loop_seconds(plan: Plan) -> dict[int, float]:
     """The id of each loop's op → planned seconds of one run with all iterations."""
-    out: dict[int, float] = {}
+    out: dict[int, float] = defaultdict(float)
     lengths = schedules(plan)
-
-    def visit(computation: Computation) -> None:
-        for kernel in computation.kernels:
-            for body in kernel.bodies:
-                if kernel.origin is not None:
-                    seconds = lengths[body].seconds * (body.trip_count or 1)
-                    out[id(kernel.origin)] = out.get(id(kernel.origin), 0.0) + seconds
-                visit(body)
-
-    visit(computation_of(plan))
+    for kernel in kernels_of(computation_of(plan)):
+        for body in kernel.bodies:
+            out[id(kernel.origin)] += lengths[body].seconds * (body.trip_count or 1)
     return out
 
 

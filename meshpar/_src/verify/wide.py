@@ -29,9 +29,9 @@ FACTOR, ULPS = 4.0, 2.0
 place of the largest value in the narrowest dtype (the unsharded run may happen to be exact)."""
 
 _SCATTERS: dict[str, Callable[..., Any]] = {
-    "scatter": lax.scatter, "scatter-add": lax.scatter_add, "scatter-sub": lax.scatter_sub, "scatter-mul": lax.scatter_mul,
-    "scatter-min": lax.scatter_min, "scatter-max": lax.scatter_max,
-}  # fmt: skip
+    name: getattr(lax, name.replace("-", "_"))
+    for name in ("scatter", *(f"scatter-{by}" for by in ("add", "sub", "mul", "min", "max")))
+}
 _OWN_DTYPES = {"bitcast_convert_type", "pure_callback", "io_callback"}
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype")
 

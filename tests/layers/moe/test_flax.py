@@ -42,8 +42,9 @@ def test_nnx_trains_alike_under_a_layout():
         optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
         step = nnx.jit(train_step)
         if sharded:
-            step = mp.jit(train_step, mesh=mp.mesh("data=4, model=2"), dims={"x": "batch seq embed"},
-                          layout="batch: data; expert: data; mlp: model; embed: data", lowering="shard_map")  # fmt: skip
+            layout = "batch: data; expert: data; mlp: model; embed: data"
+            dims = {"x": "batch seq embed"}
+            step = mp.jit(train_step, mesh="data=4, model=2", dims=dims, layout=layout, lowering="shard_map")
             held = {h.path: h.spec for h in step.plan(model, optimizer, X).inputs}
             assert tuple(held["model/gate"]) == ("data", None, "model")
             assert tuple(held["model/shared_down"]) == ("model", "data")
@@ -67,8 +68,8 @@ def test_linen_is_nnx_with_the_same_weights():
     assert boxed["params"]["gate"].names == ("expert", "embed", "mlp")
     assert boxed["params"]["router_kernel"].names == ("embed", "router")
     variables = nn.unbox(boxed)
-    names = {"gate": "gate", "up": "up", "down": "down", "router_kernel": "router", "shared_gate": "shared_gate",
-             "shared_up": "shared_up", "shared_down": "shared_down"}  # fmt: skip
+    same = ("gate", "up", "down", "shared_gate", "shared_up", "shared_down")
+    names = {"router_kernel": "router", **{name: name for name in same}}
     assert set(variables["params"]) == set(names)
     params = {mine: getattr(theirs, other)[...] for mine, other in names.items()}
     assert {n: p.shape for n, p in params.items()} == {n: p.shape for n, p in variables["params"].items()}

@@ -39,10 +39,20 @@ P = {
     "down": normal(E, M, H),
 }
 DIMS = {
-    "p/kernel": "embed router", "p/noise": "embed router", "p/outer": "embed _", "p/inner": "embed _ _",
-    "p/gate": "expert embed mlp", "p/up": "expert embed mlp", "p/down": "expert mlp embed",
-    "x": "batch seq embed", "mask": "batch seq", "ids": "batch seq",
-}  # fmt: skip
+    "p/kernel": "embed router",
+    "p/noise": "embed router",
+    "p/outer": "embed _",
+    "p/inner": "embed _ _",
+    "p/gate": "expert embed mlp",
+    "p/up": "expert embed mlp",
+    "p/down": "expert mlp embed",
+    "x": "batch seq embed",
+    "mask": "batch seq",
+    "ids": "batch seq",
+}
+ONE = {n: P[n] for n in ("kernel", "gate", "up", "down")}
+"""The parameters of one layer, and the dims of its arguments."""
+ONE_DIMS = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in ONE}
 LAYOUTS = {
     "expert on a mesh axis of its own": ("data=2, expert=2, model=2", "batch: data+expert; expert: expert; mlp: model"),
     "expert by tensor, FSDP": ("data=4, model=2", "batch: data; expert: data; mlp: model; embed: data"),
@@ -84,8 +94,8 @@ def step(p, x, mask, ids, key):
         )
         weight = jnp.stack([jnp.pad(r.weight, [*wide, (0, E - r.weight.shape[-1])]) for r in routings.values()])
         xs = jnp.broadcast_to(x, (len(routings), *x.shape))
-        y = run_experts(xs, expert, weight, [p["gate"], p["up"], p["down"]], activation="silu", rate=1.5,
-                        most_per_expert=None, slack=1.0, strategy=None)  # fmt: skip
+        how = {"activation": "silu", "rate": 1.5, "most_per_expert": None, "slack": 1.0, "strategy": None}
+        y = run_experts(xs, expert, weight, [p["gate"], p["up"], p["down"]], **how)
         losses = {n: r.losses for n, r in routings.items()}
         total = (y * jnp.sin(jnp.arange(y.size).reshape(y.shape))).sum() / 30 + sum(jax.tree.leaves(losses))
         return total, (y, losses, {n: (r.load, r.dropped) for n, r in routings.items()})
@@ -96,7 +106,15 @@ def step(p, x, mask, ids, key):
 
 @pytest.fixture(scope="module")
 def unsharded():
-    return jax.jit(step)(P, X, MASK, IDS, jax.random.key(3))
+    """The results without a layout: every router serves real tokens, padding gets nothing, and most routers drop tokens."""
+    y, losses, counts, grads = jax.jit(step)(P, X, MASK, IDS, jax.random.key(3))
+    for i, name in enumerate(counts):
+        assert (np.asarray(y[i])[~MASK] == 0).all(), name
+        assert abs(np.asarray(y[i])[MASK]).max() > 0.1, name
+    whole = {n for n, (_, dropped) in counts.items() if not int(dropped)}
+    assert {"deepseek_v3", "single"} <= whole <= {"deepseek_v3", "single", "expert_choice"}
+    assert (np.asarray(counts["single"][0]) == [MASK.sum()] * 2 + [0] * 6).all()
+    return y, losses, counts, grads
 
 
 @pytest.mark.parametrize(("name", "lowering"), covering.each(LAYOUTS, ["jit", "shard_map"]))
@@ -116,26 +134,17 @@ def same(got, want):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(abs(b).max(), 1e-6), err_msg=where)
 
 
-def test_what_the_unsharded_run_does(unsharded):
-    """Every router serves real tokens, padding gets nothing, and the drops are there."""
-    y, losses, counts, _ = unsharded
-    for i, name in enumerate(counts):
-        assert (np.asarray(y[i])[~MASK] == 0).all(), name
-        assert abs(np.asarray(y[i])[MASK]).max() > 0.1, name
-    assert all(np.isfinite(v) for v in jax.tree.leaves(losses))
-    dropped = {n: int(d) for n, (_, d) in counts.items()}
-    assert dropped["deepseek_v3"] == dropped["single"] == 0
-    assert all(dropped[n] > 0 for n in ("noisy_top_k", "gshard", "switch", "switch_max", "ntlb", "hash", "two_level"))
-    assert (np.asarray(counts["single"][0]) == [MASK.sum()] * 2 + [0] * 6).all()
-
-
 # -- the layer
 
 
-def one_layer(p, x, strategy=None):
+def layer(p, x, *, router="top_k", **options):
+    experts = {n: p[n] for n in ("gate", "up", "down")}
+    return moe(x, p["kernel"], experts, router=router, k=2, execution=MoEExecution(**options))
+
+
+def one_layer(p, x, **options):
     def loss(p, x):
-        experts, execution = {n: p[n] for n in ("gate", "up", "down")}, MoEExecution(strategy, slack=1.0)
-        y, aux = moe(x, p["kernel"], experts, router="deepseek_v3", k=2, execution=execution)
+        y, aux = layer(p, x, **options)
         return (y * y).sum() + aux.losses["balance"], (y, aux)
 
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
@@ -143,19 +152,22 @@ def one_layer(p, x, strategy=None):
 
 @pytest.fixture(scope="module")
 def one_layer_unsharded():
-    return jax.jit(one_layer)({n: P[n] for n in ("kernel", "gate", "up", "down")}, X)
+    return jax.jit(functools.partial(one_layer, slack=1.0))(ONE, X)
 
 
-@pytest.mark.parametrize(("strategy", "lowering"), [("a2a", "shard_map"), ("ring", "jit"), ("dense", "jit")])
-def test_strategies(one_layer_unsharded, strategy, lowering):
-    p = {n: P[n] for n in ("kernel", "gate", "up", "down")}
-    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in p}
-    layout = "batch: data; expert: model+data" if strategy != "dense" else "batch: data; expert: data; mlp: model"
-    run = functools.partial(one_layer, strategy=strategy)
-    sharded = mp.jit(run, mesh=mp.mesh("data=4, model=2"), layout=layout, dims=dims, lowering=lowering)
-    same(sharded(p, X), one_layer_unsharded)
-    sent = [c.op for c in sharded.plan(p, X).collectives if c.tensor.startswith("moe_experts: ") and c.bytes > 500]
-    first = {"a2a": "all-to-all", "ring": "all-gather", "dense": "all-gather"}[strategy]
+@pytest.mark.parametrize(
+    ("strategy", "lowering", "layout", "first"),
+    [
+        ("a2a", "shard_map", "batch: data; expert: model+data", "all-to-all"),
+        ("ring", "jit", "batch: data; expert: model+data", "all-gather"),
+        ("dense", "jit", "batch: data; expert: data; mlp: model", "all-gather"),
+    ],
+)
+def test_strategies(one_layer_unsharded, mesh, strategy, lowering, layout, first):
+    run = functools.partial(one_layer, strategy=strategy, slack=1.0)
+    sharded = mp.jit(run, mesh=mesh, layout=layout, dims=ONE_DIMS, lowering=lowering)
+    same(sharded(ONE, X), one_layer_unsharded)
+    sent = [c.op for c in sharded.plan(ONE, X).collectives if c.tensor.startswith("moe_experts: ") and c.bytes > 500]
     assert first in sent
 
 
@@ -185,54 +197,47 @@ def test_two_dims_of_experts_are_one_in_order():
         return moe(x, weights, experts, router="two_level", k=2, execution=MoEExecution(slack=1.0))
 
     want = jax.jit(run)(wide, weights, X)
-    dims = {"experts/down": "outer_expert inner_expert mlp embed", "experts/*": "outer_expert inner_expert embed mlp",
-            "weights/outer": "embed _", "weights/inner": "embed _ _", "x": "batch seq embed"}  # fmt: skip
+    dims = {
+        "experts/down": "outer_expert inner_expert mlp embed",
+        "experts/*": "outer_expert inner_expert embed mlp",
+        "weights/outer": "embed _",
+        "weights/inner": "embed _ _",
+        "x": "batch seq embed",
+    }
     layout = "batch: data; inner_expert: data; outer_expert: model"
     sharded = mp.jit(run, mesh=mp.mesh("data=2, model=2"), layout=layout, dims=dims, lowering="shard_map")
     same(sharded(two, weights, X), want)
 
 
-def test_the_plan_knows_what_is_sent():
+def test_the_plan_knows_what_is_sent(mesh):
     def run(p, x):
-        execution = MoEExecution("a2a", slack=1.0)
-        return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, execution=execution)[0]
+        return layer(p, x, strategy="a2a", slack=1.0)[0]
 
-    p = {n: P[n] for n in ("kernel", "gate", "up", "down")}
-    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in p}
-    plan = mp.jit(run, mesh=mp.mesh("data=4, model=2"), layout="batch: data; expert: data", dims=dims).plan(p, X)
+    plan = mp.plan(run, ONE, X, mesh=mesh, layout="batch: data; expert: data", dims=ONE_DIMS)
     exchanges = [c for c in plan.collectives if c.op == "all-to-all"]
     rows = 4 * 8  # a device's 8 tokens make 16 choices: 4 for each of 4 devices, rounded up to 8
-    assert [c.bytes for c in exchanges] == [
-        rows * H * 4 * 3 / 4,
-        E * 4 * 3 / 4,  # a number for every expert
-        rows * 4 * 3 / 4,
-        rows * H * 4 * 3 / 4,
-    ]
-    assert (
-        "tokens to the devices of their experts; a load that fills a buffer of 8 rows takes another round, 2 at"
-        in exchanges[0].cause
-    )
+    tokens = rows * H * 4 * 3 / 4
+    # a number for every expert, and of every row its expert
+    assert [c.bytes for c in exchanges] == [tokens, E * 4 * 3 / 4, rows * 4 * 3 / 4, tokens]
+    cause = "tokens to the devices of their experts; a load that fills a buffer of 8 rows takes another round, 2 at"
+    assert cause in exchanges[0].cause
     assert not any("expert" in c.dims.split() and c.op == "all-gather" for c in plan.collectives)
 
 
-WIDE = {
-    n: normal(*s) for n, s in {"kernel": (128, 4), "gate": (4, 128, M), "up": (4, 128, M), "down": (4, M, 128)}.items()
-}
+WIDE = {"kernel": normal(128, 4), "gate": normal(4, 128, M), "up": normal(4, 128, M), "down": normal(4, M, 128)}
 
 
 def wide_layer(p, x, **options):
-    how = MoEExecution("a2a", **options)
-    return moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, execution=how)[0]
+    return layer(p, x, strategy="a2a", **options)[0]
 
 
 def test_a_kernels_exchange_is_planned_with_the_rows_in_use():
     """Of the 8 tokens of a device, with 2 choices each, 4 rows go to each of 4 devices, in buffers of 8."""
-    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in WIDE}
     x = np.zeros((8, 4, 128), "f")
     sent = {}
     for exchange in (None, "pallas"):
         run = functools.partial(wide_layer, exchange=exchange)
-        plan = mp.plan(run, WIDE, x, mesh=mp.mesh("data=4"), layout="batch: data; expert: data", dims=dims)
+        plan = mp.plan(run, WIDE, x, mesh="data=4", layout="batch: data; expert: data", dims=ONE_DIMS)
         sent[exchange] = [c for c in plan.collectives if c.op == "all-to-all"]
     whole, used = ([c.bytes for c in sent[e]] for e in (None, "pallas"))
     assert whole == [8 * 4 * 128 * 4 * 3 / 4, 4 * 4 * 3 / 4, 8 * 4 * 4 * 3 / 4, 8 * 4 * 128 * 4 * 3 / 4]
@@ -247,15 +252,14 @@ def test_a_kernels_exchange_changes_no_number(monkeypatch):
         plain = functools.partial(getattr(meshpar_kernels, name), implementation="reference")
         monkeypatch.setattr(f"meshpar._src.layers.moe.experts.{name}", plain)
     x = R.normal(size=(4, 4, 128)).astype("f")
-    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in WIDE}
 
     def step(p, x, exchange):
         layer = functools.partial(wide_layer, exchange=exchange, implementation="xla")
         return jax.value_and_grad(lambda p, x: (layer(p, x) ** 2).sum(), (0, 1))(p, x)
 
     want = jax.jit(functools.partial(step, exchange=None))(WIDE, x)
-    run = mp.jit(functools.partial(step, exchange="pallas"), mesh=mp.mesh("data=2"), layout="batch: data; expert: data",
-                 dims=dims, lowering="shard_map")  # fmt: skip
+    options = {"layout": "batch: data; expert: data", "dims": ONE_DIMS, "lowering": "shard_map"}
+    run = mp.jit(functools.partial(step, exchange="pallas"), mesh=mp.mesh("data=2"), **options)
     with race_detection():
         got = jax.block_until_ready(run(WIDE, x))
     same(got, want)
@@ -263,21 +267,20 @@ def test_a_kernels_exchange_changes_no_number(monkeypatch):
 
 @pytest.mark.slow
 def test_gate_and_up_are_one_matmul_unless_the_backward_pass_needs_both():
-    weights = {n: P[n] for n in ("gate", "up", "down")}
 
     def loops(f):
         """Matmuls of the compiled program; a matmul in tiles counts once."""
         return jax.jit(f).lower(X).compile().as_text().count("while(")
 
     def run(x):
-        return moe(x, P["kernel"], weights, k=2)[0]
+        return layer(ONE, x)[0]
 
     assert loops(lambda x: jax.vjp(run, x)[0]) == loops(run) + 1
     np.testing.assert_allclose(jax.vjp(run, X)[0], run(X), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("router", ["top_k", "deepseek_v3"])
-def test_the_kernels_choice_is_the_routers(router, monkeypatch):
+def test_the_kernels_choice_is_the_routers(router, mesh, monkeypatch):
     """Choices, weights and their gradients, with tokens split, padding, NaN, and groups of experts; drops are counted as ever.
 
     `route` by its definition replaces its kernels.
@@ -297,9 +300,8 @@ def test_the_kernels_choice_is_the_routers(router, monkeypatch):
         return jax.grad(loss, has_aux=True)(logits)
 
     want = jax.jit(functools.partial(step, implementation=None))(logits)
-    run = mp.jit(functools.partial(step, implementation="pallas"), mesh=mp.mesh("data=4, model=2"),
-                 layout="batch: data; seq: model", dims={"logits": "batch seq router"}, lowering="shard_map")  # fmt: skip
-    same(run(logits), want)
+    where = {"layout": "batch: data; seq: model", "dims": {"logits": "batch seq router"}, "lowering": "shard_map"}
+    same(mp.jit(functools.partial(step, implementation="pallas"), mesh=mesh, **where)(logits), want)
 
 
 def _route_by_definition(logits, k, implementation=None, **options):
@@ -311,41 +313,28 @@ def _route_by_definition(logits, k, implementation=None, **options):
 def test_all_kernels_together_change_no_number():
     """Route, gather, gated matmul, weighted matmul and sum: in the TPU interpreter with race detection, against XLA's."""
     x = R.normal(size=(2, 8, 128)).astype("f")
-    wide = {n: normal(*s) for n, s in {"kernel": (128, 8), "gate": (8, 128, 128), "up": (8, 128, 128),
-                                       "down": (8, 128, 128)}.items()}  # fmt: skip
-
-    def step(p, x, implementation):
-        def loss(p, x):
-            how = MoEExecution(implementation=implementation)
-            y, aux = moe(x, p["kernel"], {n: p[n] for n in ("gate", "up", "down")}, k=2, execution=how)
-            return (y * y).sum(), (y, aux)
-
-        return jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
-
-    want = jax.jit(functools.partial(step, implementation=None))(wide, x)
-    dims = {k: v for k, v in DIMS.items() if k == "x" or k[2:] in wide}
-    run = mp.jit(functools.partial(step, implementation="pallas"), mesh=mp.mesh("data=2"), layout="batch: data", dims=dims,
-                 lowering="shard_map")  # fmt: skip
+    wide = {"kernel": normal(128, 8), **{n: normal(8, 128, 128) for n in ("gate", "up", "down")}}
+    want = jax.jit(one_layer)(wide, x)
+    options = {"layout": "batch: data", "dims": ONE_DIMS, "lowering": "shard_map"}
+    run = mp.jit(functools.partial(one_layer, implementation="pallas"), mesh=mp.mesh("data=2"), **options)
     with race_detection():
         got = jax.block_until_ready(run(wide, x))
     same(got, want)
 
 
 def exchange_of(strategy=None, **changed):
-    given = {"token_axes": ["data"], "expert_axes": [["data"]], "sizes": {"data": 8, "model": 4},
-             "tokens": 4096, "k": 2, "embed": 4096,
-             "local_experts": 1, "weights": 3 * 4096 * 14336, "rate": 2.0,
-             "most_per_expert": None, "slack": 1.25}  # fmt: skip
-    return choose_exchange(ExchangeSizes(**{**given, **changed}), strategy)
+    devices = {"token_axes": ["data"], "expert_axes": [["data"]], "sizes": {"data": 8, "model": 4}}
+    sizes = {"tokens": 4096, "k": 2, "embed": 4096, "local_experts": 1, "weights": 3 * 4096 * 14336}
+    load = {"rate": 2.0, "most_per_expert": None, "slack": 1.25}
+    return choose_exchange(ExchangeSizes(**{**devices, **sizes, **load, **changed}), strategy)
 
 
 def test_the_exchange_that_sends_least():
     assert exchange_of().strategy == "a2a"
     assert exchange_of().rows == 1280
     assert exchange_of().rounds == 4
-    assert (
-        exchange_of(k=8, rate=8.0, local_experts=8).strategy == "ring"
-    )  # nearly every token goes to every device anyhow
+    # nearly every token goes to every device anyhow
+    assert exchange_of(k=8, rate=8.0, local_experts=8).strategy == "ring"
     assert exchange_of(weights=4096 * 64).strategy == "dense"
     assert exchange_of(token_axes=[], expert_axes=[["model"]]).strategy == "local"
     assert exchange_of(expert_axes=[["model", "data"]]).rest == ("model",)
@@ -428,9 +417,8 @@ def test_the_plan_counts_what_the_experts_hold_while_they_run():
     # the last matrix's gradient with all that was made; or the others' gradients, with that matrix gone
     assert alone.backward == max(4 * hidden + 2 * row - 2 * matrix, 2 * hidden + 3 * row - matrix)
 
-    there = _works(
-        avals, ShardCounts(axes, sizes), **how
-    )  # 32 rows of a balanced load and a quarter more for each of 4 devices
+    # 32 rows of a balanced load and a quarter more for each of 4 devices
+    there = _works(avals, ShardCounts(axes, sizes), **how)
     row, hidden = (4 * 40 * 4 * n for n in (H, M))
     assert there.memory == row + 2 * hidden
     # further rounds add to float32 sums for the tokens and every matrix

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ....errors import MeshparError
+from .router_parts import refused
 
 EXCHANGES = {"padded": False, "pallas": True, "pallas_tpu": True, "pallas_gpu": True}
 """Name of the all-to-all of the "a2a" strategy → whether a kernel makes it, which sends only the rows in use."""
@@ -58,14 +58,14 @@ class ExchangeSizes:
     def __post_init__(self) -> None:
         """Check ``exchange`` and ``slack``; a MeshparError names the one out of range."""
         if self.exchange is not None and self.exchange not in EXCHANGES:
-            raise MeshparError(
-                f"mp.layers.moe: exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}",
-                fixes=["leave exchange out for the default"],
+            raise refused(
+                f"exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}",
+                "leave exchange out for the default",
             )
         if self.slack < 1:
-            raise MeshparError(
-                f"mp.layers.moe: slack={self.slack} must be at least 1, which is room for a balanced load",
-                fixes=["slack=1.25 has room for a quarter more than a balanced load"],
+            raise refused(
+                f"slack={self.slack} must be at least 1, which is room for a balanced load",
+                "slack=1.25 has room for a quarter more than a balanced load",
             )
 
     @functools.cached_property
@@ -203,16 +203,16 @@ def choose_exchange(problem: ExchangeSizes, strategy: str | None = None) -> Exch
     """
     named = [name for name in STRATEGIES if name != "local"]
     if strategy is not None and strategy not in named:
-        raise MeshparError(
-            f"mp.layers.moe: strategy must be one of {', '.join(named)} or None, got {strategy!r}",
-            fixes=["leave strategy out for the default"],
+        raise refused(
+            f"strategy must be one of {', '.join(named)} or None, got {strategy!r}",
+            "leave strategy out for the default",
         )
     if not problem.over:
         strategy = "local"
     elif strategy == "dense" and not problem.can_gather_experts:
-        raise MeshparError(
-            'mp.layers.moe: strategy="dense" cannot all-gather experts over an axis that is major to another axis of theirs',
-            fixes=['another order of the axes of `expert`, or strategy="a2a"'],
+        raise refused(
+            'strategy="dense" cannot all-gather experts over an axis that is major to another axis of theirs',
+            'another order of the axes of `expert`, or strategy="a2a"',
         )
     elif strategy is None:
         possible = [name for name in named if name != "dense" or problem.can_gather_experts]

@@ -64,18 +64,18 @@ def _op(token_dims: int, expert_dims: int, gated: bool) -> Callable[..., jax.Arr
     experts = " ".join(f"e{i}~" for i in range(expert_dims))
     inward = ", ".join([f"{experts} embed! mlp"] * (1 + gated))
     text = f"{tokens} embed!, {tokens} k!, {tokens} k!, {inward}, {experts} mlp embed! -> {tokens} embed!"
-    local: Any = functools.partial(_local, token_dims=token_dims)
-    sends: Any = functools.partial(_sends, token_dims=token_dims)
+    parts: Any = [functools.partial(f, token_dims=token_dims) for f in (_local, _sends, _works)]
+    local, sends, works = parts
 
     def moe_experts(*args, **options):
         return local(*args, axes={}, **options)
 
-    works: Any = functools.partial(_works, token_dims=token_dims)
     return kernel_rule(text, local=local, sends=sends, works=works)(moe_experts)
 
 
-def _exchange(args: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], token_dims: int,
-              strategy: str | None, **options: Any) -> Exchange:  # fmt: skip
+def _exchange(
+    args: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], token_dims: int, **options: Any
+) -> Exchange:
     """The exchange for local operands; ``axes``: factor of the rule → the mesh axes that split it."""
     x, expert, _, *matrices = args
     dims = matrices[0].ndim - 2
@@ -88,28 +88,28 @@ def _exchange(args: Sequence[Any], axes: Mapping[str, tuple[str, ...]], sizes: M
         embed=x.shape[-1],
         local_experts=math.prod(matrices[0].shape[:dims]),
         weights=sum(math.prod(m.shape) for m in matrices),
-        **options,
+        **{name: options[name] for name in ExchangeSizes.__dataclass_fields__ if name in options},
     )
-    return choose_exchange(problem, strategy)
+    return choose_exchange(problem, options["strategy"])
 
 
 def _local(
-    x, expert, weight, *matrices, axes: Mapping[str, tuple[str, ...]], token_dims: int, activation: str,
-    implementation: str | None = None, exchange: str | None = None, fused: bool = False, **options: Any,
-) -> jax.Array:  # fmt: skip
+    *args: Any, axes: Mapping[str, tuple[str, ...]], token_dims: int, fused: bool = False, **options: Any
+) -> jax.Array:
     """The local form of the op: this device's shard of the result, from its tokens and its shards of the experts'
     matrices.
 
     Args:
-      x, expert, weight: shards of the tokens [*tokens, H], their experts [*tokens, k], and the weights of these experts
-      [*tokens, k].
-      matrices: shards of ``gate`` (if there is one), ``up`` and ``down``.
+      args: shards of the tokens [*tokens, H], their experts [*tokens, k], the weights of these experts [*tokens, k], and
+        the matrices ``gate`` (if there is one), ``up`` and ``down``.
       axes: factor of the op's rule → the mesh axes that shard it.
       token_dims: the number of token dims.
       fused: one matmul kernel for gate, up and activation.
     """
     sizes = {a: lax.axis_size(a) for split in axes.values() for a in split}
-    chosen = _exchange((x, expert, weight, *matrices), axes, sizes, token_dims, exchange=exchange, **options)
+    chosen = _exchange(args, axes, sizes, token_dims, **options)
+    x, expert, weight, *matrices = args
+    activation, implementation = options["activation"], options.get("implementation")
     dims = matrices[0].ndim - 2
     expert_axes = [axes.get(f"e{i}", ()) for i in range(dims)]
     if chosen.strategy == "dense":
@@ -124,7 +124,7 @@ def _local(
         "axis_name": chosen.over if chosen.moves_tokens else None,
         "rows": chosen.rows,
         "strategy": chosen.strategy if chosen.moves_tokens else "a2a",
-        "exchange": exchange,
+        "exchange": options.get("exchange"),
     }
     multiply = functools.partial(grouped_matmul, implementation=implementation)
     copies = implementation if implementation in KERNELS else None
@@ -261,8 +261,7 @@ _all_reduce.defvjp(
 )
 
 
-def _sends(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, activation: str, implementation: str | None = None,
-           fused: bool = False, **options: Any) -> list[KernelSend]:  # fmt: skip
+def _sends(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, **options: Any) -> list[KernelSend]:
     """The collectives of :func:`_local`."""
     chosen = _exchange(avals, parts.axes, parts.sizes, token_dims, **options)
     x, expert, weight, *matrices = avals
@@ -300,8 +299,9 @@ def _sends(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, activat
     return out
 
 
-def _works(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, activation: str, implementation: str | None = None,
-           fused: bool = False, **options: Any) -> KernelWork:  # fmt: skip
+def _works(
+    avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, fused: bool = False, **options: Any
+) -> KernelWork:
     """FLOPs and temporary bytes of :func:`_local`, forward and backward.
 
     FLOPs: of each token's matmuls with its k experts, divided among the devices.

@@ -14,12 +14,11 @@ from jax import lax
 
 from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, activate
 
-from ....errors import MeshparError
 from ...compat.jax import default_promotion
 from ...dims import did_you_mean
 from .exchange_choice import KERNELS
 from .experts import run_experts
-from .router_parts import Routing, capacity_of
+from .router_parts import Routing, capacity_of, refused
 from .routers import ROUTED_BY_KERNELS, ROUTERS
 
 EXPERT: Mapping[str, tuple[str, ...]] = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
@@ -124,7 +123,7 @@ def moe(
     execution = execution or MoEExecution()
     number = _check(x, experts, activation)
     if not callable(router) and router not in ROUTERS:
-        raise MeshparError(f"mp.layers.moe: no router {router!r}", fixes=did_you_mean(router, ROUTERS, "routers"))
+        raise refused(f"no router {router!r}", *did_you_mean(router, ROUTERS, "routers"))
     route = router if callable(router) else ROUTERS[router]
     options |= {name: value for name, value in (("k", k), ("capacity", capacity)) if value is not None}
     if execution.implementation in KERNELS and router in ROUTED_BY_KERNELS:
@@ -175,14 +174,11 @@ def _check_options(
     if missing:
         what = {"k": "k, the number of experts per token"}
         fixes = {"k": ["k=2 for two experts per token, as in Mixtral", 'router="switch" selects one expert per token']}
-        raise MeshparError(
-            f'mp.layers.moe: router="{router}" needs {what.get(missing[0], missing[0])}',
-            fixes=fixes.get(missing[0], ()),
-        )
+        raise refused(f'router="{router}" needs {what.get(missing[0], missing[0])}', *fixes.get(missing[0], ()))
     if unknown := [name for name in options if name not in ours and (name, router) != ("ids", "hash")]:
-        raise MeshparError(
-            f'mp.layers.moe: router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
-            fixes=did_you_mean(unknown[0], ours, "options"),
+        raise refused(
+            f'router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
+            *did_you_mean(unknown[0], ours, "options"),
         )
 
 
@@ -194,30 +190,29 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
     """
     shapes = {name: tuple(w.shape) for name, w in experts.items()}
     if not {"up", "down"} <= set(shapes) <= set(EXPERT):
-        raise MeshparError(
-            f"mp.layers.moe: experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
-            fixes=['experts={"up": …, "down": …}, with "gate" for gated experts'],
+        raise refused(
+            f"experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
+            'experts={"up": …, "down": …}, with "gate" for gated experts',
         )
     up, down = shapes["up"], shapes["down"]
     lead = len(up) - 2
     fits = lead in (1, 2) and x.ndim >= 2 and up[lead] == x.shape[-1] and shapes.get("gate", up) == up
     if not fits or down != (*up[:lead], up[-1], up[-2]):
-        raise MeshparError(
-            f"mp.layers.moe: x {list(x.shape)} and experts "
+        raise refused(
+            f"x {list(x.shape)} and experts "
             + ", ".join(f"{n} {list(s)}" for n, s in shapes.items())
             + " do not fit: gate and up are [E, H, M] (or [O, I, H, M]), down [E, M, H], x [*tokens, H]",
-            fixes=["x is [*tokens, H], `up` and `gate` are [*E, H, F], `down` is [*E, F, H]"],
+            "x is [*tokens, H], `up` and `gate` are [*E, H, F], `down` is [*E, F, H]",
         )
     quantized = ", ".join(f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating))
     if quantized:
-        raise MeshparError(
-            f"mp.layers.moe: experts are floating-point, got {quantized}: quantized ones would be read without their scales",
-            fixes=["dequantize them", "meshpar_kernels.grouped_matmul takes them with rhs_scale="],
+        raise refused(
+            f"experts are floating-point, got {quantized}: quantized ones would be read without their scales",
+            "dequantize them",
+            "meshpar_kernels.grouped_matmul takes them with rhs_scale=",
         )
     if activation not in (named := list(filter(None, ACTIVATIONS))):
-        raise MeshparError(
-            f"mp.layers.moe: no activation {activation!r}", fixes=did_you_mean(activation, named, "activations")
-        )
+        raise refused(f"no activation {activation!r}", *did_you_mean(activation, named, "activations"))
     return math.prod(up[:lead])
 
 
@@ -254,15 +249,15 @@ def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, i
         wanted = " or ".join(texts).replace('{"kernel": [H, E]}', "[H, E]")
         wanted = wanted or "None, and ids= with the id of each token"
         got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in parts.items()) or "None"
-        raise MeshparError(
-            f"mp.layers.moe: router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
-            fixes=[f"router_weights={wanted}, with H = {x.shape[-1]}"],
+        raise refused(
+            f"router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
+            f"router_weights={wanted}, with H = {x.shape[-1]}",
         )
     if not parts and (ids is None or tuple(getattr(ids, "shape", ())) != x.shape[:-1]):
         got = "none" if ids is None else list(getattr(ids, "shape", [])) or type(ids).__name__
-        raise MeshparError(
-            f"mp.layers.moe: router={router!r} needs ids=, an integer array {list(x.shape[:-1])}, the id of each token; got {got}",
-            fixes=["ids=tokens, the batch from which x is made"],
+        raise refused(
+            f"router={router!r} needs ids=, an integer array {list(x.shape[:-1])}, the id of each token; got {got}",
+            "ids=tokens, the batch from which x is made",
         )
     return parts
 
@@ -280,9 +275,9 @@ def _route(
     logits = {name: _project(x, w) for name, w in parts.items()}
     count = math.prod(parts["inner"].shape[1:]) if "inner" in parts else parts["kernel"].shape[1]
     if count != experts:
-        raise MeshparError(
-            f"mp.layers.moe: router_weights are for {count} experts, but `up` and `down` have {experts}",
-            fixes=[f"give the router a last dim of {experts}"],
+        raise refused(
+            f"router_weights are for {count} experts, but `up` and `down` have {experts}",
+            f"give the router a last dim of {experts}",
         )
     if "inner" in logits:
         return route(logits["outer"], logits["inner"], **options)

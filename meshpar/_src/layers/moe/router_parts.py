@@ -39,6 +39,11 @@ class Routing:
     dropped: jax.Array
 
 
+def refused(message: str, *fixes: str) -> MeshparError:
+    """The error for arguments that do not fit."""
+    return MeshparError(f"mp.layers.moe: {message}", fixes=fixes)
+
+
 def capacity_of(group_size: int, experts: int, k: int, factor: float) -> int:
     """Most choices an expert takes from one group: ceil(group_size·k·factor / experts), within 1…group_size.
 

@@ -28,7 +28,6 @@ from jax import lax
 
 from meshpar_kernels import route
 
-from ....errors import MeshparError
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
 from .exchange_choice import KERNELS
@@ -42,6 +41,7 @@ from .router_parts import (
     in_groups,
     one_hots,
     pick,
+    refused,
     z_loss,
 )
 
@@ -54,15 +54,15 @@ def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array,
     """
     experts = logits.shape[-1]
     if logits.ndim < 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise MeshparError(
-            f"mp.layers.moe: logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
-            fixes=["logits.astype(jnp.float32), with a last dim for the experts"],
+        raise refused(
+            f"logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
+            "logits.astype(jnp.float32), with a last dim for the experts",
         )
     _check_k(k, experts)
     if mask is not None and mask.shape != logits.shape[:-1]:
-        raise MeshparError(
-            f"mp.layers.moe: mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
-            fixes=[f"a boolean for every token: {list(logits.shape[:-1])}"],
+        raise refused(
+            f"mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
+            f"a boolean for every token: {list(logits.shape[:-1])}",
         )
     logits = logits.astype(jnp.float32)
     fine = ~(jnp.isnan(logits) | (logits == jnp.inf)).any(-1) & (logits > -jnp.inf).any(-1)
@@ -73,9 +73,13 @@ def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array,
 def _check_k(k: int, experts: int) -> None:
     """Raise a MeshparError unless a token can have k different experts."""
     if not 1 <= k <= experts:
-        raise MeshparError(
-            f"mp.layers.moe: k={k} is not within 1…{experts}, the number of experts", fixes=[f"k from 1 to {experts}"]
-        )
+        raise refused(f"k={k} is not within 1…{experts}, the number of experts", f"k from 1 to {experts}")
+
+
+def _check_own_k(router: str, own: str, fits: bool, k: int) -> None:
+    """Raise a MeshparError unless ``k`` is the only number of experts that a router gives a token."""
+    if not fits:
+        raise refused(f'router="{router}": a token goes to {own}, not k={k}', 'router="top_k" takes any k')
 
 
 def _real(mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
@@ -160,11 +164,7 @@ def top_k(
 @default_promotion()
 def switch(logits, *, k=1, capacity=None, groups=1, mask=None, implementation: str | None = None) -> Routing:
     """The best expert, weighted by its probability (Switch Transformer, Fedus et al. 2021)."""
-    if k != 1:
-        raise MeshparError(
-            f'mp.layers.moe: router="switch": a token goes to one expert, not k={k}',
-            fixes=['router="top_k" takes any k'],
-        )
+    _check_own_k("switch", "one expert", k == 1, k)
     return top_k(
         logits, k=1, capacity=capacity, groups=groups, mask=mask, renormalize=False, implementation=implementation
     )
@@ -177,11 +177,7 @@ def gshard(logits, *, k=2, capacity=None, groups=1, mask=None, key: jax.Array | 
     Args:
       key: a random key: the second expert is used with probability min(1, 2·its weight). None: always.
     """
-    if k != 2:
-        raise MeshparError(
-            f'mp.layers.moe: router="gshard": a token goes to two experts, not k={k}',
-            fixes=['router="top_k" takes any k'],
-        )
+    _check_own_k("gshard", "two experts", k == 2, k)
     logits, real, which = _read(logits, 2, mask)
     experts = logits.shape[-1]
     probability = jax.nn.softmax(logits, -1)
@@ -245,11 +241,7 @@ def switch_max(logits, *, k=1, capacity=None, groups=1, mask=None) -> Routing:
     """The best expert, as ``switch``; an expert at its capacity takes the tokens with the largest probabilities, not the first
     ones (batch prioritized routing of Riquelme et al. 2021). It is not causal.
     """
-    if k != 1:
-        raise MeshparError(
-            f'mp.layers.moe: router="switch_max": a token goes to one expert, not k={k}',
-            fixes=['router="top_k" takes any k'],
-        )
+    _check_own_k("switch_max", "one expert", k == 1, k)
     routing = switch(logits, groups=groups, mask=mask)
     if capacity is None:
         return routing
@@ -275,10 +267,9 @@ def ntlb(logits, *, k=1, capacity=None, groups=1, mask=None, stages: int = 2) ->
     logits, real, which = _read(logits, 1, mask)
     experts, tokens = logits.shape[-1], logits.shape[:-1]
     if k != 1 or not 1 <= stages <= experts:
-        raise MeshparError(
-            f'mp.layers.moe: router="ntlb": a token goes to one expert after 1 to E={experts} stages, '
-            f"not k={k} after stages={stages}",
-            fixes=["k=1, and stages from 1 to the number of experts"],
+        raise refused(
+            f'router="ntlb": a token goes to one expert after 1 to E={experts} stages, not k={k} after stages={stages}',
+            "k=1, and stages from 1 to the number of experts",
         )
     probability = jax.nn.softmax(logits, -1)
     ranked = one_hots(_best(logits, stages, which), experts)
@@ -391,21 +382,19 @@ def deepseek_v3(
     experts = logits.shape[-1]
     top_groups = expert_groups if top_groups is None else top_groups
     if experts % expert_groups or not 1 <= top_groups <= expert_groups:
-        raise MeshparError(
-            f'mp.layers.moe: router="deepseek_v3": {top_groups} of {expert_groups} groups of {experts} experts',
-            fixes=["expert_groups divides the number of experts, and top_groups is at most expert_groups"],
+        raise refused(
+            f'router="deepseek_v3": {top_groups} of {expert_groups} groups of {experts} experts',
+            "expert_groups divides the number of experts, and top_groups is at most expert_groups",
         )
     if top_groups * (experts // expert_groups) < k:
-        raise MeshparError(
-            f'mp.layers.moe: router="deepseek_v3": {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}',
-            fixes=["more top_groups, or a smaller k"],
+        raise refused(
+            f'router="deepseek_v3": {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}',
+            "more top_groups, or a smaller k",
         )
     score = jax.nn.sigmoid(logits)
     if implementation in KERNELS:
-        expert, weight = _route_by_kernel(
-            logits, which, bias, k=k, score="sigmoid", groups=expert_groups, top_groups=top_groups, scale=scale,
-            implementation=implementation,
-        )  # fmt: skip
+        options = {"score": "sigmoid", "groups": expert_groups, "top_groups": top_groups, "scale": scale}
+        expert, weight = _route_by_kernel(logits, which, bias, k=k, **options, implementation=implementation)
     else:
         expert = _by_groups(logits, score, bias, k, expert_groups, top_groups, which)
         weight = _normalised(pick(score, one_hots(expert, experts))) * scale
@@ -459,9 +448,7 @@ def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, m
       experts: E. The k experts of an id have numbers that differ by E//k.
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise MeshparError(
-            f'mp.layers.moe: router="hash": ids must be integers, got {ids.dtype}', fixes=["ids.astype(jnp.int32)"]
-        )
+        raise refused(f'router="hash": ids must be integers, got {ids.dtype}', "ids.astype(jnp.int32)")
     _check_k(k, experts)
     real = _real(mask, ids.shape)
     h = ids.astype(jnp.uint32)
@@ -485,19 +472,16 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
       outer_k: groups per token. A weight is the product of two softmaxes, each over the selected entries.
     """
     if outer_k < 1 or k % outer_k:
-        raise MeshparError(
-            f'mp.layers.moe: router="two_level": outer_k={outer_k} does not divide k={k}',
-            fixes=[f"outer_k that divides {k}"],
-        )
+        raise refused(f'router="two_level": outer_k={outer_k} does not divide k={k}', f"outer_k that divides {k}")
     if not 1 <= k // max(outer_k, 1) <= inner.shape[-1]:
-        raise MeshparError(
-            f'mp.layers.moe: router="two_level": k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group',
-            fixes=["a smaller k, or a larger outer_k"],
+        raise refused(
+            f'router="two_level": k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group',
+            "a smaller k, or a larger outer_k",
         )
     if inner.shape[:-1] != outer.shape:
-        raise MeshparError(
-            f'mp.layers.moe: router="two_level": inner must be {[*outer.shape, "I"]}, got {list(inner.shape)}',
-            fixes=["logits of the groups and, with one more dim, of the experts of each"],
+        raise refused(
+            f'router="two_level": inner must be {[*outer.shape, "I"]}, got {list(inner.shape)}',
+            "logits of the groups and, with one more dim, of the experts of each",
         )
     many, each = inner.shape[-2:]
     flat = inner.reshape(*outer.shape[:-1], many * each)

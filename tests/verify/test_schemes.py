@@ -1,0 +1,50 @@
+"""Schemes of transformers: their compiled programs send what the plans list; no scheme changes a number, dropout included."""
+
+import functools
+
+import covering
+import planned_transformer
+import pytest
+import quick
+import small_transformer
+
+import meshpar as mp
+from plan_vs_compiler import differences
+
+SENT = [
+    f"{planned_transformer.MEGATRON}; embed: data; seq: model",
+    pytest.param("batch: data; opt.embed: data", marks=pytest.mark.slow),
+    pytest.param("seq: data", marks=pytest.mark.slow),
+]
+MESHES = ["data=1, model=8", "data=2, model=4", "data=2, model=2, idle=2"]
+
+
+@pytest.mark.parametrize("layout", SENT)
+def test_the_compiled_program_sends_what_the_plan_lists(layout):
+    """Kinds, counts and bytes."""
+    model = planned_transformer
+    step = functools.partial(model.train_step, rename=layout == "seq: data")
+    options = {"lowering": "shard_map", "cache": False, "compiler_options": quick.OPTIONS}
+    compiled = mp.compile(
+        step,
+        *(model.STATE, model.TOKENS),
+        mesh="data=4, model=2",
+        layout=layout,
+        dims=model.DIMS,
+        progress=lambda _: None,
+        **options,
+    )
+    # The maximum of the logits and an index column stand twice in the program (optax's loss); XLA makes one of equal operands.
+    for d in differences(compiled.plan, compiled.collectives):
+        assert d.merged
+        assert d.bytes <= 2 * 8 * 16 * 4
+
+
+@pytest.mark.slow  # all of them a minute
+@pytest.mark.parametrize(("scheme", "mesh"), covering.each(list(small_transformer.LAYOUTS)[::-2], MESHES))
+def test_scheme(scheme, mesh):
+    model = small_transformer
+    step = model.step_of(rename=scheme == "context parallel")
+    report = mp.check(step, *model.create(), layouts=[model.LAYOUTS[scheme]], meshes=[mesh], dims=model.DIMS)
+    assert report.ok
+    assert len(report.rows) == 1
