@@ -22,6 +22,7 @@ RECORDED = {"a.py::test_one": 7.0, "a.py::test_two": {"x": 9.0, "y[1]": 6.0}}
 )
 def test_a_recorded_case_is_slow(nodeid, slow):
     assert durations.is_slow(nodeid, RECORDED) is slow
+    assert not durations.is_slow(nodeid, RECORDED, 9.5)
 
 
 def test_a_run_replaces_the_cases_that_it_ran(tmp_path, monkeypatch):

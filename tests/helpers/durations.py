@@ -28,11 +28,11 @@ def load() -> Durations:
     return json.loads(FILE.read_text())
 
 
-def is_slow(nodeid: str, durations: Durations) -> bool:
-    """Whether a case is recorded as slow."""
+def is_slow(nodeid: str, durations: Durations, seconds: float = SLOW) -> bool:
+    """Whether a case is recorded with at least so many seconds."""
     test, case = split(nodeid)
-    recorded = durations.get(test, {})
-    return case in recorded if isinstance(recorded, dict) else True
+    recorded = durations.get(test, 0.0)
+    return (recorded.get(case, 0.0) if isinstance(recorded, dict) else recorded) >= seconds
 
 
 def all_but_one_case(nodeids: Iterable[str]) -> set[str]:
