@@ -76,6 +76,16 @@ def pytest_addoption(parser):
     parser.addoption(
         "--record-durations", action="store_true", help="write the durations of slow tests to tests/durations.json"
     )
+    parser.addoption(
+        "--slow-from",
+        type=float,
+        default=durations.SLOW,
+        metavar="SECONDS",
+        help="seconds from which a recorded case is slow",
+    )
+    parser.addoption(
+        "--one-case-in", action="append", default=[], metavar="FOLDER", help="run one case of each test in this folder"
+    )
 
 
 def pytest_configure(config):
@@ -84,9 +94,17 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
-def pytest_collection_modifyitems(items):
-    """Mark the cases that are recorded as slow."""
-    recorded = durations.load()
+def pytest_collection_modifyitems(config, items):
+    """Mark the cases that are recorded as slow, and deselect all other cases but one of the tests in `--one-case-in`."""
+    recorded, seconds = durations.load(), config.getoption("--slow-from")
+    folders = tuple(config.getoption("--one-case-in"))
+    drawn_from = []
     for item in items:
-        if durations.is_slow(item.nodeid, recorded):
+        if durations.is_slow(item.nodeid, recorded, seconds):
             item.add_marker(pytest.mark.slow)
+        elif item.nodeid.startswith(folders) and not item.get_closest_marker("slow"):
+            drawn_from.append(item.nodeid)
+    left = durations.all_but_one_case(drawn_from)
+    if left:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+        items[:] = [item for item in items if item.nodeid not in left]

@@ -22,6 +22,7 @@ RECORDED = {"a.py::test_one": 7.0, "a.py::test_two": {"x": 9.0, "y[1]": 6.0}}
 )
 def test_a_recorded_case_is_slow(nodeid, slow):
     assert durations.is_slow(nodeid, RECORDED) is slow
+    assert not durations.is_slow(nodeid, RECORDED, 9.5)
 
 
 def test_a_run_replaces_the_cases_that_it_ran(tmp_path, monkeypatch):
@@ -29,9 +30,17 @@ def test_a_run_replaces_the_cases_that_it_ran(tmp_path, monkeypatch):
     file.write_text(json.dumps(RECORDED))
     monkeypatch.setattr(durations, "FILE", file)
     recorder = durations.Recorder()
-    recorder.measured |= {"a.py::test_one": 1.0, "a.py::test_two[x]": 4.9, "a.py::test_two[z]": 5.0, "b.py::test": 8.25}
+    recorder.measured |= {"a.py::test_one": 1.0, "a.py::test_two[x]": 1.9, "a.py::test_two[z]": 2.0, "b.py::test": 8.25}
     recorder.pytest_sessionfinish()
-    assert durations.load() == {"a.py::test_two": {"y[1]": 6.0, "z": 5.0}, "b.py::test": 8.2}
+    assert durations.load() == {"a.py::test_two": {"y[1]": 6.0, "z": 2.0}, "b.py::test": 8.2}
+
+
+def test_one_case_of_each_test_is_left():
+    cases = {f"a.py::test_{name}[{case}]" for name in "abcdefgh" for case in range(2)}
+    left = cases - durations.all_but_one_case(sorted(cases))
+    assert [x.partition("[")[0] for x in sorted(left)] == [f"a.py::test_{name}" for name in "abcdefgh"]
+    assert {x[-2] for x in left} == {"0", "1"}
+    assert durations.all_but_one_case(["a.py::test"]) == set()
 
 
 def test_the_recorded_tests_exist():

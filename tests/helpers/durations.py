@@ -6,11 +6,13 @@ parameters, or for all cases of one with parameters.
 """
 
 import json
+import zlib
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "durations.json"
-SLOW = 5.0
+SLOW = 2.0
 """Seconds from which a case is slow, with its fixtures, on a machine of two cores that run nothing but the tests."""
 
 Durations = dict[str, float | dict[str, float]]
@@ -26,11 +28,19 @@ def load() -> Durations:
     return json.loads(FILE.read_text())
 
 
-def is_slow(nodeid: str, durations: Durations) -> bool:
-    """Whether a case is recorded as slow."""
+def is_slow(nodeid: str, durations: Durations, seconds: float = SLOW) -> bool:
+    """Whether a case is recorded with at least so many seconds."""
     test, case = split(nodeid)
-    recorded = durations.get(test, {})
-    return case in recorded if isinstance(recorded, dict) else True
+    recorded = durations.get(test, 0.0)
+    return (recorded.get(case, 0.0) if isinstance(recorded, dict) else recorded) >= seconds
+
+
+def all_but_one_case(nodeids: Iterable[str]) -> set[str]:
+    """The pytest ids without one case of each test, which the test's name selects, so that not all are the first parameters."""
+    cases = defaultdict(list)
+    for nodeid in nodeids:
+        cases[split(nodeid)[0]].append(nodeid)
+    return {x for test, of in cases.items() for x in set(of) - {of[zlib.crc32(test.encode()) % len(of)]}}
 
 
 def updated(durations: Durations, measured: dict[str, float]) -> Durations:
