@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import IndivisibleWarning, LoweringWarning, MeshparError, ReplicatedWarning
 from ..compat.jax import user_stacklevel
+from ..mesh import planned_mesh
 from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
 from ..plan.collectives import dcn_bytes_sent
 from ..plan.plan import Plan
@@ -20,7 +21,6 @@ from ..program.roles import unread_state
 from ..units import format_bytes
 from .indivisible import (
     MIN_EXCESS_BYTES,
-    abstract_mesh,
     bytes_caused,
     dividing_meshes,
     excess_text,
@@ -217,7 +217,7 @@ def _indivisible(plan: Plan) -> Iterator[str]:
             if others and math.prod(sizes.values()) < plan.mesh.size:
                 break
             with contextlib.suppress(MeshparError):  # a mesh that another dim does not allow is not proposed
-                request = replace(plan.request, mesh=abstract_mesh(sizes), topology=None)
+                request = replace(plan.request, mesh=planned_mesh(sizes, None), topology=None)
                 others.append(plan_without_passes(plan, request))
         if text := excess_text(plan, dim, others):
             yield text

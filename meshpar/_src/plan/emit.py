@@ -222,7 +222,7 @@ class Emitter:
                 else:
                     self.inherit(shard.value, op.ins[source])
             elif stored is not None and stored != shard.spec:
-                self.reshard(shard.value, stored, op)
+                self.store(op, shard.value)
 
     def _run(
         self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]
@@ -244,13 +244,12 @@ class Emitter:
 
     # -- copies and reductions
 
-    def store(self, op: Op, value: Value) -> Shard:
-        """Reshard a result of an op to its stored spec."""
-        return self.reshard(value, self.stored(value), op)
+    def store(self, op: Op | None, value: Value) -> Shard:
+        """Append the reshard of a result to its stored spec, for all further readers; returns the value's new current shard.
 
-    def reshard(self, value: Value, need: Spec, op: Op | None) -> Shard:
-        """Append the reshard of a result to its stored spec, for all further readers; returns the value's new current shard."""
-        source = self.current[value]
+        ``op``: whose result it is; None: of the program.
+        """
+        source, need = self.current[value], self.stored(value)
         if source.spec == need:
             return source
         cause = functools.partial(self.causes.stored, op, value, source.spec, need)
