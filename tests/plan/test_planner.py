@@ -95,15 +95,8 @@ def test_a_note_on_loops_of_unknown_length(known):
         x = lax.while_loop(lambda s: s.sum() < 0, lambda s: s * 2, x)
         return lax.fori_loop(0, 3, body, x) if known else lax.while_loop(lambda s: s.sum() > 9, lambda s: body(0, s), x)
 
-    plan = mp.plan(
-        step,
-        f32(16, 64),
-        f32(64, 256),
-        mesh="model=8",
-        layout="mlp: model",
-        dims={"w": "embed mlp"},
-        topology="v5e:2x4",
-    )
+    how = {"mesh": "model=8", "topology": "v5e:2x4", "layout": "mlp: model", "dims": {"w": "embed mlp"}}
+    plan = mp.plan(step, f32(16, 64), f32(64, 256), **how)
     notes = [n for n in plan.notes if "number of iterations" in n]
     assert len(plan.uncounted_loops) == len(notes) == (not known)
     assert ("sends at least" in str(plan)) == ("takes at least" in str(plan)) == (not known)
@@ -148,6 +141,10 @@ def summed(first, x, scale=1):
     return lax.scan(lambda total, part: (total + scale * part.sum(0), None), first, x)[0]
 
 
+def counted(first):
+    return lax.scan(lambda total, k: (total + k, None), first, jnp.arange(3.0))[0]
+
+
 def read_twice(x):
     first = summed(jnp.zeros(2), x)
     return summed(first, x) * first
@@ -160,10 +157,7 @@ CARRIES = {
     # the second loop adds to the partial result of the first
     "two loops": (lambda x: summed(summed(jnp.zeros(2), x[:2]), x[2:], 3), [ALL_REDUCE]),
     # a partial first value is reduced before a loop that adds nothing partial to it, and so is one that something else reads
-    "replicated": (
-        lambda x: lax.scan(lambda t, k: (t + k, None), summed(jnp.zeros(2), x), jnp.arange(3.0))[0],
-        [ALL_REDUCE],
-    ),
+    "replicated": (lambda x: counted(summed(jnp.zeros(2), x)), [ALL_REDUCE]),
     "read twice": (read_twice, [ALL_REDUCE, ("all-reduce", ("data",), 4)]),
 }
 

@@ -22,7 +22,7 @@ from ..rules.rule import Factors, Kind, OpRule
 from .assignment import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes
 
-MAX_CANDIDATES = 300
+MAX_CANDIDATES = 2000
 """Assignments of axes to the factors of one reshape that are compared."""
 
 Axes = tuple[tuple[str, ...], ...]
@@ -42,30 +42,6 @@ def reshape_axes(
     return _cheapest(*key, tuple(claimed), have, stored, tuple(sizes.items()))
 
 
-def axes_from(
-    dims: Sequence[Factors], spec: Spec, rule_sizes: Sequence[int], kinds: Sequence[Kind], sizes: Mapping[str, int]
-) -> list[tuple[str, ...]]:
-    """For each factor, the axes that split it in an array with a spec, as far as these divide the factors from major to
-    minor.
-
-    ``kinds``: the kind of each factor; only ``pass_through`` factors are split.
-
-    Given dims ``[(a, b)]`` with a of 4 and b of 8, and the spec ``(("x", "y"),)`` with x=4 and y=2, returns ``[("x",), ("y",)]``;
-    with x=3, returns ``[(), ()]``.
-    """
-    axes: list[tuple[str, ...]] = [()] * len(rule_sizes)
-    for entry, factors in zip(spec, dims, strict=True):
-        left = list(entry)
-        for f in factors:
-            shards = 1
-            while kinds[f] == "pass_through" and left and rule_sizes[f] % (shards * sizes[left[0]]) == 0:
-                shards *= sizes[left[0]]
-                axes[f] += (left.pop(0),)
-            if shards != rule_sizes[f]:
-                break
-    return axes
-
-
 @functools.lru_cache(maxsize=4096)
 def _cheapest(
     operand: tuple[Factors, ...], result: tuple[Factors, ...], extents: tuple[int, ...], kinds: tuple[Kind, ...],
@@ -82,10 +58,8 @@ def _cheapest(
         )
 
     best, least = claimed, sent(claimed)
-    ends = ((operand, have), (result, stored))
-    tried: Iterator[list[tuple[str, ...]]] = (axes_from(d, spec, extents, kinds, sizes) for d, spec in ends)
     used = sorted({a for spec in (have, stored) for entry in spec for a in entry if sizes[a] > 1})
-    for choice in itertools.chain(tried, itertools.islice(_splits(used, extents, kinds, sizes), MAX_CANDIDATES)):
+    for choice in itertools.islice(_splits(used, extents, kinds, sizes), MAX_CANDIDATES):
         if not least:
             break
         axes = tuple(contiguous_only(rule, choice, sizes))
