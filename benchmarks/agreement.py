@@ -7,7 +7,8 @@
     python benchmarks/agreement.py --results steps.jsonl --summary          # rows compiled so far by this version
     python benchmarks/agreement.py --effort fast                            # collectives only: about eight times faster
     python benchmarks/agreement.py --lowering jit                           # collectives of XLA's partitioner
-    python benchmarks/agreement.py --golden                                 # write the plans of tests/plan/test_golden.py
+    python benchmarks/agreement.py --golden                                 # write the plans of tests/plan/test_golden.py again
+    python benchmarks/agreement.py --golden --only "zero1 v5p"              # and new ones
 
 The models of examples/ at their real sizes. Rows are printed as they are compiled; compiled programs are cached on disk. With
 ``--results`` rows are appended to a file of JSON lines with a digest of meshpar's code: rows of this version are read from the
@@ -88,13 +89,21 @@ class Triple:
     def chip(self) -> str:
         return parse_topology(self.topology)[1]
 
+    @property
+    def module(self) -> Any:
+        """The module of the model."""
+        return next(m for prefix, m in MODULES.items() if self.model.startswith(prefix))
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The mesh, slice and layout."""
+        layout = mp.Layout(self.module.LAYOUTS[self.layout], resolve=self.resolve)
+        return {"mesh": self.mesh, "topology": self.topology, "layout": layout}
+
     def made(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """(the step, its arguments, how they are planned and compiled)."""
-        module = next(m for prefix, m in MODULES.items() if self.model.startswith(prefix))
-        step, args, dims = getattr(module, self.model)(**self.changes)
-        layout = mp.Layout(module.LAYOUTS[self.layout], resolve=self.resolve)
-        how = {"mesh": self.mesh, "topology": self.topology, "layout": layout, "dims": dims, "donate_argnums": 0}
-        return step, args, how
+        step, args, dims = getattr(self.module, self.model)(**self.changes)
+        return step, args, {**self.where, "dims": dims, "donate_argnums": 0}
 
     def plan(self) -> mp.Plan:
         step, args, how = self.made()
@@ -158,11 +167,10 @@ def presets() -> list[Triple]:
     """Every layout of every model on every slice that it is compared on, on the meshes of :data:`TRIPLES`."""
     out = list(TRIPLES)
     for t in TRIPLES:
-        module = next(m for prefix, m in MODULES.items() if t.model.startswith(prefix))
         split = next(
             (u.mesh for u in TRIPLES if (u.model, u.topology) == (t.model, t.topology) and "model" in u.mesh), None
         )
-        for name, rules in module.LAYOUTS.items():
+        for name, rules in t.module.LAYOUTS.items():
             mesh = split if "model" in rules else f"data={parse_topology(t.topology).devices}"
             if "slice" in rules:
                 continue  # for several slices
@@ -399,7 +407,7 @@ def main() -> None:
     if args.standard:
         chosen = [t for t in chosen if t.standard]
     if args.golden:
-        write_golden(chosen, console)
+        write_golden([t for t in chosen if args.only or golden_path(t).exists()], console)
         return
     if args.lowering == "jit" and not args.all:
         chosen = [t for t in chosen if t.jit]

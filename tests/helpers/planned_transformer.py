@@ -1,5 +1,7 @@
 """A transformer's train step, of shapes alone, and the layouts that are the known schemes: what plans of them must list."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -73,3 +75,14 @@ def train_step(state, batch, rename=False):
     loss, gradients = jax.value_and_grad(loss_of)(state["params"], batch, rename)
     updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+
+@functools.cache
+def traced(rename=False):
+    """A plan of the step, for replans: they do not trace it again."""
+    step = functools.partial(train_step, rename=rename)
+    return mp.plan(step, STATE, TOKENS, mesh=MESH, layout="batch: data", dims=DIMS)
+
+
+def plan_of(layout, rename=False, **how):
+    return traced(rename).replan(layout=layout, **how)

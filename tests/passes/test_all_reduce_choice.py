@@ -19,18 +19,12 @@ def gradient(w, x):
     return jax.grad(lambda w: jnp.tanh(x @ w).astype(jnp.float32).sum())(w)
 
 
-def plan_of(
-    mesh="data=128",
-    topology="v5p:4x4x8",
-    embed=4096,
-    batch=2**19,
-    layout="batch: data; embed: data",
-    make=mp.plan,
-    **how,
-):
-    how = {"overlap": "auto", "lowering": "shard_map", **how}
-    args = bf16(embed, 4096), bf16(batch, embed)
-    return make(gradient, *args, mesh=mesh, topology=topology, layout=layout, dims=DIMS, **how)
+V5P = {"mesh": "data=128", "topology": "v5p:4x4x8", "layout": "batch: data; embed: data"}
+
+
+def plan_of(embed=4096, batch=2**19, make=mp.plan, **how):
+    how = {**V5P, "overlap": "auto", "lowering": "shard_map", **how}
+    return make(gradient, bf16(embed, 4096), bf16(batch, embed), dims=DIMS, **how)
 
 
 def sums(plan):
@@ -60,26 +54,21 @@ def test_over_three_dimensions_a_gradient_is_sent_whole_and_the_plan_says_what_t
     assert step.result.spec == (("data",), ())
 
 
-@pytest.mark.parametrize("mode", ["off", "xla", "ring"])
-def test_modes_that_do_not_decide_by_cost_send_least(mode):
-    assert ("all-reduce", "all_reduce") not in sums(plan_of(overlap=mode))
+SLICES = {"topology": "2x v5p:4x4x8", "mesh": "slice=2, data=128", "layout": "batch, embed: slice+data"}
 
 
 @pytest.mark.parametrize(
     ("where", "why"),
     [
         ({"topology": "v5e:16x16", "mesh": "data=256"}, "two dimensions, and programs wait for sums: the same time"),
-        ({"topology": "v5p:4x4x8", "mesh": "data=8, model=16"}, "one dimension"),
+        ({"mesh": "data=8, model=16"}, "one dimension"),
         ({"embed": 128, "options": "off"}, "latency, twice"),
-        ({"mesh": None, "topology": None}, "no chip is known"),
-        (
-            {"topology": "2x v5p:4x4x8", "mesh": "slice=2, data=128", "layout": "batch: slice+data; embed: slice+data"},
-            "what crosses slices would be all of it",
-        ),
+        ({"mesh": "data=8", "topology": None}, "no chip is known"),
+        (SLICES, "what crosses slices would be all of it"),
+        *(({"overlap": mode}, "cost does not decide in this mode") for mode in ("off", "xla", "ring")),
     ],
 )
-def test_sums_that_stay_staged(where, why, mesh):
-    where = {k: mesh if k == "mesh" and v is None else v for k, v in where.items()}
+def test_sums_that_stay_staged(where, why):
     assert ("all-reduce", "all_reduce") not in sums(plan_of(**where)), why
 
 
@@ -132,6 +121,7 @@ def test_beside_sums_for_which_products_wait_gradients_go_the_way_that_keeps_lin
 
 SPLIT = "batch: data; embed: data; mlp: model"
 BOTH = "batch: data+model; embed: data; mlp: model"
+MIXED = "batch: data+model; embed: data"
 
 
 @pytest.mark.parametrize(
@@ -141,11 +131,7 @@ BOTH = "batch: data+model; embed: data; mlp: model"
         ("data=16, model=16", BOTH, [("all-reduce", "all_reduce")] * 2),
         ("data=16, model=16", SPLIT, [("reduce-scatter", "native")]),
         ("data=32, model=8", SPLIT, [("reduce-scatter", "staged")]),
-        (
-            "data=16, model=16",
-            "batch: data+model; embed: data",
-            [("reduce-scatter", "native"), ("all-reduce", "native")],
-        ),
+        ("data=16, model=16", MIXED, [("reduce-scatter", "native"), ("all-reduce", "native")]),
     ],
 )
 def test_under_jit_a_sum_of_which_every_device_has_a_part_is_sent_whole(mesh, layout, found):
@@ -180,19 +166,12 @@ def test_a_loop_holds_the_whole_sum_of_a_gradient_to_its_end_where_cores_of_thei
     assert plan.memory.peak - least.memory.peak == pytest.approx(held)
 
 
-@pytest.mark.parametrize(
-    ("layout", "names"),
-    [
-        ("batch: data; embed: data; mlp: model", {"w": "embed mlp", "x": "batch embed"}),
-        ("batch: data; embed: data", {"w": "embed mlp", "x": "batch embed"}),
-        ("batch: data; mlp: model", {"w": "embed mlp", "x": "batch embed"}),
-    ],
-)
-def test_under_jit_on_cpus_the_plan_has_the_all_reduces_that_xla_makes_of_reduce_scatters(layout, names):
-    step = mp.jit(
-        lambda w, x: jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w),
-        mesh="data=4, model=2", layout=layout, dims=names, lowering="jit",
-    )  # fmt: skip
+@pytest.mark.parametrize("layout", [SPLIT, "batch: data; embed: data", "batch: data; mlp: model"])
+def test_under_jit_on_cpus_the_plan_has_the_all_reduces_that_xla_makes_of_reduce_scatters(layout):
+    def fn(w, x):
+        return jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
+
+    step = mp.jit(fn, mesh="data=4, model=2", layout=layout, dims=DIMS, lowering="jit")
     args = jnp.ones((16, 64)), jnp.ones((32, 16))
     plan = step.plan(*args)
     compiled = collectives(step.lower(*args).compile().as_text())

@@ -14,8 +14,11 @@ from lowered import lowered, same
 
 import meshpar as mp
 from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.compiler import compiler_model
 from meshpar._src.lower.shard_map import lower_to_shard_map
 from meshpar._src.passes.barriers import separate_matmuls
+from meshpar._src.passes.ranked import rank
+from meshpar._src.plan.plan import Plan
 from meshpar._src.plan.planner import planned
 from meshpar._src.plan.request import PlanRequest
 from meshpar._src.plan.steps import Barrier
@@ -73,12 +76,12 @@ ZERO_1 = {
 }
 
 
-def test_what_is_gathered_in_place_is_what_was_gathered():
+def test_what_is_gathered_in_place_is_what_was_gathered(monkeypatch):
     """One of the two along its first dim, one along its last: both lie in other memory first."""
-    args = zero_1_args(2048, normal)
-    run = mp.jit(
-        zero_1, mesh=mp.mesh(DATA), layout=ZERO_1["layout"], dims=ZERO_1["dims"], lowering="shard_map", donate_argnums=0
-    )
+    monkeypatch.setattr(Plan, "compiler", dataclasses.replace(compiler_model(None), large_buffer_bytes=1))
+    args = zero_1_args(16, normal)
+    run = mp.jit(zero_1, **{**ZERO_1, "mesh": mp.mesh(DATA)}, lowering="shard_map", donate_argnums=0)
+    assert steps_of(run.plan(*args), Barrier)
     expected = jax.jit(zero_1)(*args)
     found = run(*jax.tree.map(jnp.array, args))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
@@ -94,8 +97,8 @@ def gated(w, x):
     return jax.grad(loss)(w)
 
 
-def gated_args(array, tokens, mlp):
-    return {"gate": array(16, mlp), "up": array(16, mlp), "down": array(mlp, 16)}, array(tokens, 16)
+def gated_args(tokens, mlp):
+    return {"gate": normal(16, mlp), "up": normal(16, mlp), "down": normal(mlp, 16)}, normal(tokens, 16)
 
 
 def unchanged(fn, args, how, change, chip):
@@ -122,10 +125,9 @@ def normed(w, x):
 @pytest.mark.parametrize("fn", [gated, normed])
 def test_what_stands_apart_is_the_same(fn):
     chip = CHIPS["v5p"]
-    everything = dataclasses.replace(
-        chip.compiler, epilogue_max_matmuls=0, epilogue_operand_bytes=0, large_buffer_bytes=0
-    )
-    args = (normal(16, 64), normal(64, 16)) if fn is normed else gated_args(normal, 64, 32)
+    limits = {"epilogue_max_matmuls": 0, "epilogue_operand_bytes": 0, "large_buffer_bytes": 0}
+    everything = dataclasses.replace(chip.compiler, **limits)
+    args = (normal(16, 64), normal(64, 16)) if fn is normed else gated_args(64, 32)
     how = {"layout": "batch: data", "dims": {"x": "batch _"}}
     assert steps_of(unchanged(fn, args, how, separate_matmuls, dataclasses.replace(chip, compiler=everything)), Barrier)
 
@@ -156,10 +158,6 @@ def test_slices_that_a_loop_rounds_are_apart():
     assert rounded_from(jax.make_jaxpr(rounding)(*args).jaxpr) == [set()]
     _, made = lowered(rounding, *args, layout="batch: data", dims={"x": "batch _"}, mesh=DATA)
     assert rounded_from(made) == [{"bitcast_convert_type", "optimization_barrier"}]
-
-
-def test_slices_apart_are_the_slices():
-    args = normal(3, 8, 8), normal(8, 8)
     run = mp.jit(rounding, mesh=mp.mesh(DATA), layout="batch: data", dims={"x": "batch _"}, lowering="shard_map")
     np.testing.assert_allclose(run(*args), jax.jit(rounding)(*args), rtol=2e-2, atol=2e-3)  # sums in bfloat16
 
@@ -168,7 +166,7 @@ def test_barriers_send_nothing():
     """What is sent is what the plan had before any pass."""
     mesh, layout = mp.mesh(DATA), mp.Layout(ZERO_1["layout"])
     plan, _ = lowered(zero_1, *zero_1_args(2048, f32), **ZERO_1, donate_argnums=0)
-    before = planned(plan.program, PlanRequest(layout, mesh, donated=plan.donated))
+    before = planned(plan.program, PlanRequest(layout, mesh, donated=plan.donated), rank)
     assert steps_of(plan, Barrier)
     assert not steps_of(before, Barrier)
     assert [c.to_dict() for c in plan.collectives] == [c.to_dict() for c in before.collectives]

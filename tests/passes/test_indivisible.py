@@ -6,6 +6,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
+from arrays import f32
 
 import meshpar as mp
 
@@ -21,8 +22,8 @@ def attention(w, x):
 
 
 def arguments(batch=8, seq=128):
-    kernel = jax.ShapeDtypeStruct((EMBED, HEADS * HEAD_DIM), jnp.float32)
-    return {"q": kernel, "k": kernel}, jax.ShapeDtypeStruct((batch, seq, EMBED), jnp.float32)
+    kernel = f32(EMBED, HEADS * HEAD_DIM)
+    return {"q": kernel, "k": kernel}, f32(batch, seq, EMBED)
 
 
 def warnings_of(mesh, layout=LAYOUT, **sizes):
@@ -89,10 +90,10 @@ def test_microbatches_with_fewer_rows_than_devices(microbatches, warns):
         value, gradient = mp.train.accumulate_gradients(jax.value_and_grad(loss), microbatches)(w, x)
         return w - 0.1 * gradient, value
 
-    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 16), (16, 16)))
+    dims = {"x": "batch _", "w": "embed _"}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        mp.plan(step, w, x, mesh="data=8", layout="batch: data; embed: data", dims={"x": "batch _", "w": "embed _"})
+        mp.plan(step, f32(16, 16), f32(16, 16), mesh="data=8", layout="batch: data; embed: data", dims=dims)
     rows = 16 // microbatches
     if warns:
         (text,) = [str(w.message) for w in said if w.category is mp.errors.IndivisibleWarning]

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import bf16
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 
 import meshpar as mp
-from meshpar._src.entry.options import StepOptions
 from meshpar._src.lower import LOWERINGS
 from meshpar._src.passes import PASSES
 from meshpar._src.plan.steps import Run
@@ -51,16 +51,13 @@ twice.def_partition(
 
 
 def nested(x):
-    """A collective over an axis of a ``shard_map`` in the body of another."""
-    spec = jax.P("data")
+    """A ``shard_map`` in the body of another."""
 
-    def outer(a):
-        inner = jax.shard_map(lambda b: b * 2, in_specs=jax.P(None, "model"), out_specs=jax.P(None, "model"),
-                              axis_names={"model"}, check_vma=False)  # fmt: skip
-        return inner(a)
+    def over(axis, fn, spec, **mesh):
+        return jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names={axis}, check_vma=False, **mesh)
 
-    return jax.shard_map(outer, mesh=mp.mesh("data=4, model=2"), in_specs=spec, out_specs=spec, axis_names={"data"},
-                         check_vma=False)(x)  # fmt: skip
+    inner = over("model", lambda b: b * 2, jax.P(None, "model"))
+    return over("data", inner, jax.P("data"), mesh=mp.mesh("data=4, model=2"))(x)
 
 
 WITHOUT_LOCAL_FORM = {
@@ -119,15 +116,10 @@ def test_auto_depends_on_the_layout_and_replans_resolve_it_again():
     ],
 )
 def test_the_overlap_mode_follows_the_lowering(asked, lowering, overlap):
-    for plan in (mp.jit(lambda x: x * 2, **HOW, **asked).plan(X),
-                 mp.plan(lambda x: x * 2, X, **HOW, **asked)):  # fmt: skip
+    state = mp.init(lambda: {"w": X}, mesh="data=8", layout="embed: data", dims={"w": "embed mlp"}, **asked)
+    step = mp.jit(lambda x: x * 2, **HOW, **asked)
+    for plan in (state.plan(), step.plan(X), mp.plan(lambda x: x * 2, X, **HOW, **asked)):
         assert (plan.lowering, plan.overlap, plan.lowering_reason) == (lowering, overlap, None)
-
-
-def test_the_default():
-    assert StepOptions().lowering == "auto"
-    state = mp.init(lambda: {"w": jnp.ones((8, 4))}, mesh="data=8", layout="embed: data", dims={"w": "embed mlp"})
-    assert state.plan().lowering == "shard_map"
 
 
 def test_a_plan_says_its_lowering_wherever_it_is_shown(tmp_path):
@@ -140,11 +132,8 @@ def test_a_plan_says_its_lowering_wherever_it_is_shown(tmp_path):
     assert "\nlowering  shard_map\n" in str(ours)
     assert f"\n{estimate})\n" in str(xla)
     assert f"{estimate}; io_callback at " in str(forced)
-    for plan, text in (
-        (ours, "<dt>lowering</dt><dd>shard_map</dd>"),
-        (xla, "jit (estimate"),
-        (forced, "io_callback at"),
-    ):
+    shown = {ours: "<dt>lowering</dt><dd>shard_map</dd>", xla: "jit (estimate", forced: "io_callback at"}
+    for plan, text in shown.items():
         plan.save(tmp_path / "plan.html")
         assert text in (tmp_path / "plan.html").read_text("utf8")
         assert text in plan._repr_html_()
@@ -162,8 +151,8 @@ def test_a_plan_says_its_lowering_wherever_it_is_shown(tmp_path):
 
 def test_what_is_copied_has_the_lowering_and_is_priced_as_it_runs():
     """The seconds of a search's answer are those of the plan that its text gives."""
-    step = lambda w, x: jax.grad(lambda w: jnp.tanh(x @ w).sum())(w)  # noqa: E731
-    args = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    step = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
+    args = bf16(4096, 4096), bf16(8192, 4096)
     dims = {"w": "embed mlp", "x": "batch embed"}
     found = mp.search(step, *args, topology="v5e:4x4", dims=dims, max_plans=20, progress=False)
     best = found.best
@@ -194,13 +183,12 @@ def layers(w, x):
 
 def test_a_plan_under_jit_has_nothing_that_its_program_does_not_emit():
     """Barriers of the passes are in the shard_map lowering alone; what is not emitted is not costed."""
-    shape = lambda *n: jax.ShapeDtypeStruct(n, jnp.bfloat16)  # noqa: E731
-    w = {"up": shape(2, 4096, 8192), "gate": shape(2, 4096, 8192), "down": shape(2, 8192, 4096)}
+    w = {"up": bf16(2, 4096, 8192), "gate": bf16(2, 4096, 8192), "down": bf16(2, 8192, 4096)}
     dims = {"w/up": "layers embed mlp", "w/gate": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
     how = {"mesh": "data=8", "layout": "batch: data; embed: data", "topology": "v5e:2x4", "dims": dims}
     made, emitted = {}, {}
     for lowering in ("shard_map", "jit"):
-        plan = mp.plan(layers, w, shape(16384, 4096), **how, donate_argnames="w", lowering=lowering)
+        plan = mp.plan(layers, w, bf16(16384, 4096), **how, donate_argnames="w", lowering=lowering)
         steps = [s for s in plan.body.all_steps if not isinstance(s, Run) or s.op.name == "optimization_barrier"]
         made[lowering] = Counter("ring" if getattr(s, "ring", None) else type(s).__name__ for s in steps)
         run, _, _ = LOWERINGS[lowering](plan, mp.mesh("data=8"))

@@ -2,34 +2,26 @@
 
 import jax
 import pytest
-from planned_transformer import DIMS, F32, PARAMS, STATE, TOKENS, train_step
-
-import meshpar as mp
+from planned_transformer import F32, PARAMS, plan_of
 
 
-def sliced_plan(layout: str) -> mp.Plan:
-    return mp.plan(train_step, STATE, TOKENS, mesh="slice=2, data=4", topology="2x v5e:2x2", layout=layout, dims=DIMS)
+def sliced_plan(layout):
+    return plan_of(layout, mesh="slice=2, data=4", topology="2x v5e:2x2")
 
 
 def test_what_crosses_slices():
-    params = sum(x.size * F32 for x in jax.tree.leaves(PARAMS))
-    split = sum(x.size * F32 for name, x in PARAMS.items())  # every weight has `embed`
     hsdp = sliced_plan("batch: slice+data; embed: data")
-    # each device's quarter of the gradients, all-reduced over two slices; and the loss
-    assert hsdp.dcn_bytes == pytest.approx(split / 4 * 2 * 1 / 2, rel=0.01)
+    # each device's quarter of the gradients (every weight has `embed`), all-reduced over two slices; and the loss
+    params = sum(x.size * F32 for x in jax.tree.leaves(PARAMS))
+    assert hsdp.dcn_bytes == pytest.approx(params / 4 * 2 * 1 / 2, rel=0.01)
     assert not any("other slices" in note for note in hsdp.notes)
     fsdp = sliced_plan("batch: slice+data; embed: slice+data")
     assert fsdp.dcn_bytes > 1.2 * hsdp.dcn_bytes
     (note,) = (n for n in fsdp.notes if "other slices" in n)
     assert "all-gather over slice+data" in note
-    within = sliced_plan("batch: data; embed: data")
-    assert within.dcn_bytes == 0
+    assert sliced_plan("batch: data; embed: data").dcn_bytes == 0
     tensor = sliced_plan("batch: data; mlp: slice")
     (note,) = (n for n in tensor.notes if "other slices" in n)
     assert "all-reduce over slice of `batch seq embed`" in note
     assert tensor.dcn_bytes == pytest.approx(sum(c.total_bytes for c in tensor.collectives if c.axes == ("slice",)))
-    assert params == split
-    everywhere = mp.plan(
-        train_step, STATE, TOKENS, mesh="data=8", topology="v5e:2x4", layout="batch, embed: data", dims=DIMS
-    )
-    assert everywhere.dcn_bytes == 0
+    assert plan_of("batch, embed: data", mesh="data=8", topology="v5e:2x4").dcn_bytes == 0

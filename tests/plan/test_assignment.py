@@ -1,6 +1,5 @@
 """Which of an op's factors may be split: only where every device has a block of every array; and what layouts share."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 from arrays import f32
@@ -35,7 +34,7 @@ def test_layouts_with_the_same_rules_for_some_names_share_their_assignment():
     def step(x, w, v):
         return jnp.tanh(x @ w) @ v
 
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 32), (32, 16))]
+    shapes = f32(8, 16), f32(16, 32), f32(32, 16)
     dims = {"x": "batch embed", "w": "embed mlp", "v": "mlp embed"}
     texts = ["batch: x", "batch: x; mlp: y", "mlp: y; batch: x", "mlp: y", "batch: x; embed: y", "mlp: x+y"]
 
@@ -83,10 +82,12 @@ def test_optional_rules_that_shard_nothing(layout, unused):
 
 def test_an_elementwise_op_is_sharded_by_its_annotated_operands():
     """The names that its result has from elsewhere shard the result, not the op."""
+
+    def fn(v):
+        return mp.named(jnp.tanh(v), "c d")
+
     with pytest.warns(JoinWarning):
-        program = mp.plan(
-            lambda v: mp.named(jnp.tanh(v), "c d"), f32(4, 4), dims={"v": "a b"}, layout="", mesh="x=2"
-        ).program
+        program = mp.plan(fn, f32(4, 4), dims={"v": "a b"}, layout="", mesh="x=2").program
     (op,) = (o for o in program.root.walk() if o.name == "tanh")
     for layout, axes in {"a: x": ("x",), "c: y; a: x": ("x",), "c: y": (), "": ()}.items():
         assignment = AxisAssignment(program, mp.Layout(layout), SIZES)

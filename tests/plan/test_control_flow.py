@@ -26,18 +26,10 @@ ALL_REDUCED = 2 * (2 - 1) / 2 * 8 * 16 * 4
     ("fn", "lengths", "layout", "collective"),
     [
         (stacked, (3,), "in: model", ("all-reduce", 3, ALL_REDUCED)),  # in each iteration
-        (
-            nested,
-            (5, 3),
-            "in: model",
-            ("all-reduce", 5, 3 * ALL_REDUCED),
-        ),  # of the outer loop, for all of the inner one
-        (
-            nested,
-            (5, 3),
-            "in, out: model",
-            ("reduce-scatter", 5 * 3, ALL_REDUCED / 2),
-        ),  # else the partial results are stacked
+        # of the outer loop, for all of the inner one
+        (nested, (5, 3), "in: model", ("all-reduce", 5, 3 * ALL_REDUCED)),
+        # else the partial results are stacked
+        (nested, (5, 3), "in, out: model", ("reduce-scatter", 5 * 3, ALL_REDUCED / 2)),
     ],
 )
 def test_stacked_partial_results_of_an_inner_loop_are_reduced_together(fn, lengths, layout, collective):

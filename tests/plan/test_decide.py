@@ -16,6 +16,12 @@ from meshpar._src.rules.partial import LINEAR, MOVES
 from meshpar.errors import UnknownAxisError
 
 SIZES = {"data": 4, "model": 2}
+
+
+def i32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
 D, M = ("data",), ("model",)
 
 
@@ -72,32 +78,33 @@ def test_a_matmul_is_applied_to_a_partial_operand_if_its_result_is_smaller():
 
 def test_a_sort_along_a_split_dim_splits_another_dim_that_divides():
     # of V bytes, an all-gather sends 3/4 V; an all-to-all of the operand and one of the result 2 · V/4 · 3/4
-    case = Case(
-        lambda x: lax.sort(x, dimension=1), f32(16, 32), dims={"x": "rows cols"}, layout="cols: data", op="sort"
-    )
-    found = case.decide()
+    def case(rows):
+        dims = {"x": "rows cols"}
+        return Case(lambda x: lax.sort(x, dimension=1), f32(rows, 32), dims=dims, layout="cols: data", op="sort")
+
+    found = case(16).decide()
     assert found.operands == ((D, ()),)
     assert found.results == (ShardType((D, ())),)
     assert found.stored == (((), D),)
-    odd = Case(lambda x: lax.sort(x, dimension=1), f32(6, 32), dims={"x": "rows cols"}, layout="cols: data", op="sort")
-    assert odd.decide().operands == (((), ()),)
+    assert case(6).decide().operands == (((), ()),)
 
 
 def test_a_reshape_keeps_the_split_of_the_major_dim_and_gathers_the_minor_one():
-    case = Case(
-        lambda x: x.reshape(48), f32(8, 6), dims={"x": "rows cols"}, layout="rows: data; cols: model", op="reshape"
-    )
+    layout, dims = "rows: data; cols: model", {"x": "rows cols"}
+    case = Case(lambda x: x.reshape(48), f32(8, 6), dims=dims, layout=layout, op="reshape")
     assert case.operands[0].spec == (D, M)
     found = case.decide()
     assert found.operands == ((D, ()),)
     assert found.results == (ShardType((D,)),)
 
 
+def read(layout, indices, dims):
+    dims = {"table": "vocab embed", "i": dims}
+    return Case(lambda table, i: table[i], f32(64, 32), indices, dims=dims, layout=layout, op="gather")
+
+
 def test_an_indexed_read_leaves_the_table_split_and_its_result_is_partial():
-    case = Case(
-        lambda table, i: table[i], f32(64, 32), jax.ShapeDtypeStruct((8, 1), jnp.int32),
-        dims={"table": "vocab embed"}, layout="vocab: data; embed: model", op="gather",
-    )  # fmt: skip
+    case = read("vocab: data; embed: model", i32(8, 1), "_ _")
     found = case.decide()
     assert found.operands[0] == (D, M)
     (result,) = found.results
@@ -107,10 +114,7 @@ def test_an_indexed_read_leaves_the_table_split_and_its_result_is_partial():
 
 def test_an_indexed_read_keeps_the_table_split_even_if_the_indices_have_the_axis_by_the_layout():
     # gathering the table sends 64 · 32 · 4 · 3/4 bytes, reducing the 8 · 32 elements that are read far fewer
-    case = Case(
-        lambda table, i: table[i], f32(64, 32), jax.ShapeDtypeStruct((8,), jnp.int32),
-        dims={"table": "vocab embed", "i": "n"}, layout="n: data; vocab: data", op="gather",
-    )  # fmt: skip
+    case = read("n: data; vocab: data", i32(8), "n")
     found = case.decide(case.changed(1, spec=((), ())))
     assert found.operands[0] == (D, ())
     assert found.results[0].partial == D
@@ -121,8 +125,7 @@ def test_a_window_of_an_array_that_only_a_loop_reads_is_read_from_the_gathered_a
     def fn(x, i):
         return lax.dynamic_slice(x, (i, 0), (16, 32))
 
-    index = jax.ShapeDtypeStruct((), jnp.int32)
-    case = Case(fn, f32(64, 32), index, dims={"x": "rows cols"}, layout="rows: data", op="dynamic_slice")
+    case = Case(fn, f32(64, 32), i32(), dims={"x": "rows cols"}, layout="rows: data", op="dynamic_slice")
     once, looped = case.decide(), case.decide(case.changed(0, iterations=16))
     assert once.operands[0] == (D, ())
     assert once.results[0].partial == D
@@ -151,6 +154,11 @@ def test_a_shard_map_of_the_program_needs_its_axis_in_the_mesh():
 
 def unary(fn, op):
     return Case(fn, f32(16, 8), dims={"x": "rows cols"}, layout="rows: data", op=op)
+
+
+def addition():
+    dims = {"x": "rows cols", "y": "rows cols"}
+    return Case(lambda x, y: x + y, f32(16, 8), f32(16, 8), dims=dims, layout="rows: data", op="add")
 
 
 @pytest.mark.parametrize(
@@ -185,14 +193,7 @@ def test_a_partial_operand_of_several_readers_is_reduced_before_the_first():
 
 
 def test_the_sum_of_two_partial_values_is_partial_and_that_of_one_is_not():
-    case = Case(
-        lambda x, y: x + y,
-        f32(16, 8),
-        f32(16, 8),
-        dims={"x": "rows cols", "y": "rows cols"},
-        layout="rows: data",
-        op="add",
-    )
+    case = addition()
     both = [replace(x, partial=M) for x in case.operands]
     assert case.decide(both).results == (ShardType((D, ()), M),)
     assert case.decide(both).reduce == ()
@@ -245,23 +246,15 @@ def test_a_barrier_leaves_its_operands_as_they_are():
     def fn(x, y):
         return lax.optimization_barrier((x, y))
 
-    case = Case(
-        fn, f32(16, 8), f32(16), dims={"x": "rows cols", "y": "rows"}, layout="rows: data", op="optimization_barrier"
-    )
+    dims = {"x": "rows cols", "y": "rows"}
+    case = Case(fn, f32(16, 8), f32(16), dims=dims, layout="rows: data", op="optimization_barrier")
     found = case.decide(case.changed(1, spec=((),), partial=M, kind="max"))
     assert found.results == (ShardType((D, ())), ShardType(((),), M, "max"))
     assert (found.inherits, found.stored) == ((None, 1), (None, None))
 
 
 def test_a_carry_is_partial_as_what_is_added_to_it():
-    case = Case(
-        lambda x, y: x + y,
-        f32(16, 8),
-        f32(16, 8),
-        dims={"x": "rows cols", "y": "rows cols"},
-        layout="rows: data",
-        op="add",
-    )
+    case = addition()
     addend = case.operands[1]
     assert add_to_carry(case.op, addend) is None
     assert add_to_carry(case.op, replace(addend, partial=M, kind="max")) is None

@@ -81,8 +81,8 @@ def test_a_ring_over_two_axes_gives_what_one_axis_does(monkeypatch):
     def fn(w, x):
         return jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
 
-    run = mp.jit(fn, mesh=mesh, layout="batch: a+b; embed: a+b", dims={"x": "batch embed", "w": "embed mlp"},
-                 lowering="shard_map", overlap="ring")  # fmt: skip
+    dims = {"x": "batch embed", "w": "embed mlp"}
+    run = mp.jit(fn, mesh=mesh, layout="batch, embed: a+b", dims=dims, lowering="shard_map", overlap="ring")
     assert {c.algorithm for c in run.plan(w, x).collectives} >= {"ring"}
     assert all(c.first in (0, 2) for c in run.plan(w, x).collectives)
     assert jnp.allclose(run(w, x), fn(w, x), rtol=1e-5)

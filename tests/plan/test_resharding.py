@@ -147,12 +147,7 @@ S = 8 * 16  # elements of the arrays below
     ("have", "need", "moves", "sent"),
     [
         ("a -", "- a", ["all-to-all"], S / 2 / 2),  # an axis goes to another dim
-        (
-            "a -",
-            "b -",
-            ["collective-permute"],
-            S / 2,
-        ),  # a dim goes from one axis to another: an all-gather sends as much
+        ("a -", "b -", ["collective-permute"], S / 2),  # one axis for another: an all-gather sends as much
         ("a b", "b a", ["collective-permute"], S / 4),  # two dims swap their axes
         ("ab -", "ba -", ["collective-permute"], S / 4),  # the same axes, the other way round
         ("a b", "ab -", ["all-to-all"], S / 4 / 2),  # two dims' axes merge on one

@@ -1,5 +1,6 @@
 """One line of layout gives the known schemes: what must come out of the plan, per layer."""
 
+import json
 from collections import Counter
 
 import jax
@@ -7,27 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from lowered import same
-from planned_transformer import (
-    BATCH,
-    DIMS,
-    EMBED,
-    F32,
-    LAYERS,
-    MEGATRON,
-    MESH,
-    MLP,
-    PARAMS,
-    SEQ,
-    STATE,
-    TOKENS,
-    train_step,
-)
+from planned_transformer import BATCH, EMBED, F32, LAYERS, MEGATRON, MLP, PARAMS, SEQ, plan_of
 
 import meshpar as mp
-
-
-def plan_of(layout, step=train_step, mesh=MESH, **kwargs):
-    return mp.plan(step, STATE, TOKENS, mesh=mesh, layout=layout, dims=DIMS, **kwargs)
 
 
 def in_layers(plan, op=None, dims=None):
@@ -106,10 +89,7 @@ def test_zero_1_scatters_gradients_into_a_sharded_update_and_gathers_new_weights
 
 
 def test_context_parallel_gathers_keys_and_values():
-    def step(state, batch):
-        return train_step(state, batch, rename=True)
-
-    found = {key: n for key, n in in_layers(plan_of("seq: data", step)).items() if "batch" in key[2]}
+    found = {key: n for key, n in in_layers(plan_of("seq: data", rename=True)).items() if "batch" in key[2]}
     assert found == {
         ("all-gather", "data", "batch kv_seq heads head_dim"): 2,  # k and v; kept for the backward pass
         ("reduce-scatter", "data", "batch seq heads head_dim"): 2,  # their cotangents
@@ -118,23 +98,15 @@ def test_context_parallel_gathers_keys_and_values():
 
 def test_without_rename_the_query_side_keeps_the_axis_and_the_key_side_is_gathered():
     found = {key: n for key, n in in_layers(plan_of("seq: data")).items() if "batch" in key[2]}
-    assert found == {
-        (
-            "all-gather",
-            "data",
-            "batch seq heads head_dim",
-        ): 4,  # what the forward pass gathered is not kept across the loop
-        ("reduce-scatter", "data", "batch seq heads head_dim"): 2,
-    }
+    dims = "batch seq heads head_dim"  # what the forward pass gathered is not kept across the loop
+    assert found == {("all-gather", "data", dims): 4, ("reduce-scatter", "data", dims): 2}
 
 
 def test_causes_name_the_rules():
     plan = plan_of("batch: data; embed: data")
     gather = next(c for c in plan.collectives if c.op == "all-gather" and c.dims == "embed mlp")
-    assert (
-        gather.cause
-        == "`embed: data` does not apply to this dot_general, in which `batch` uses `data`, so `embed` is gathered"
-    )
+    refused = "`embed: data` does not apply to this dot_general, in which `batch` uses `data`, so `embed` is gathered"
+    assert gather.cause == refused
     scatter = next(c for c in plan.collectives if c.op == "reduce-scatter" and c.dims == "embed mlp")
     assert "`batch: data` splits `batch`, which dot_general contracts" in scatter.cause
     assert "planned_transformer.py" in gather.source
@@ -158,23 +130,13 @@ def test_order_decides_and_cost_may_decide_otherwise():
 
 
 def test_a_flax_rule_list_is_a_layout():
-    rules = [
-        ("batch", "data"),
-        ("embed", "data"),
-        ("heads", "model"),
-        ("mlp", "model"),
-        ("vocab", ("model",)),
-        ("kv", None),
-    ]
-    plan = plan_of(rules)
+    plan = plan_of([("batch", "data"), ("embed", "data"), ("mlp", "model"), ("vocab", ("model",)), ("kv", None)])
     up = next(h for h in plan.inputs if h.path == "state/params/up")
     assert up.spec == PartitionSpec(None, "data", "model")
     assert plan.layout.resolve == "cost"
 
 
 def test_json_and_text_tell_the_same():
-    import json
-
     plan = plan_of(f"{MEGATRON}; embed: data")
     data = json.loads(plan.to_json())
     assert data["mesh"] == {"data": 4, "model": 2}

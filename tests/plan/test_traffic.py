@@ -13,8 +13,8 @@ D, M = ("data",), ("model",)
 
 @pytest.fixture(scope="module")
 def dot():
-    plan = mp.plan(lambda x, w: x @ w, f32(16, 8), f32(8, 32), dims={"x": "rows inner", "w": "inner outer"}, layout="",
-                   mesh=mp.mesh("data=4, model=2"))  # fmt: skip
+    dims = {"x": "rows inner", "w": "inner outer"}
+    plan = mp.plan(lambda x, w: x @ w, f32(16, 8), f32(8, 32), dims=dims, layout="", mesh="data=4, model=2")
     (op,) = (o for o in plan.program.root.walk() if o.name == "dot_general")
     return op
 

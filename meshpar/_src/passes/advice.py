@@ -7,10 +7,10 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from ...errors import IndivisibleWarning, LoweringWarning, MeshparError, ReplicatedWarning
 from ..compat.jax import user_stacklevel
+from ..mesh import planned_mesh
 from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
 from ..plan.collectives import dcn_bytes_sent
 from ..plan.plan import Plan
@@ -20,7 +20,6 @@ from ..program.roles import unread_state
 from ..units import format_bytes
 from .indivisible import (
     MIN_EXCESS_BYTES,
-    abstract_mesh,
     bytes_caused,
     dividing_meshes,
     excess_text,
@@ -133,9 +132,8 @@ def _undeclared_state(plan: Plan) -> Iterator[str]:
 
 def _unrolled_layers(plan: Plan) -> list[str]:
     """Warnings of stacked layers that are split over axes without the batch, as stages are, and are not looped over."""
-    program, specs = plan.program.traced, dict[Any, tuple[tuple[str, ...], ...]]()
-    for value, held in zip(program.inputs, plan.inputs, strict=True):
-        specs[value] = tuple(axes for _, axes in held.split)
+    program = plan.program.traced
+    specs = {v: tuple(axes for _, axes in h.split) for v, h in zip(program.inputs, plan.inputs, strict=True)}
     of_batch = {a for v, spec in specs.items() if "batch" in program.dims(v) for axes in spec for a in axes}
     sizes = {a: 1 if a in of_batch else n for a, n in plan.sizes.items()}
     return stack_notes(program, specs.__getitem__, {r.dim for r in plan.layout.rules if r.scope is None}, sizes)
@@ -217,7 +215,7 @@ def _indivisible(plan: Plan) -> Iterator[str]:
             if others and math.prod(sizes.values()) < plan.mesh.size:
                 break
             with contextlib.suppress(MeshparError):  # a mesh that another dim does not allow is not proposed
-                request = replace(plan.request, mesh=abstract_mesh(sizes), topology=None)
+                request = replace(plan.request, mesh=planned_mesh(sizes, None), topology=None)
                 others.append(plan_without_passes(plan, request))
         if text := excess_text(plan, dim, others):
             yield text

@@ -22,7 +22,7 @@ makes an all-reduce and a local slice if the shards of all devices differ, and r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -32,11 +32,11 @@ from ..plan.collectives import Collective
 from ..plan.manual import ManualOps, on_cpus
 from ..plan.plan import Plan
 from ..plan.spec import shard_count
-from ..plan.steps import Body, Reduce, Scatter, Step, rewrite_bodies
+from ..plan.steps import Body, Reduce, Step, rewrite_bodies
 from ..program.ir import Value
 from ..units import format_bytes, format_seconds
 from .collective_matmul import BY_COST
-from .dependencies import leading_to_matmuls
+from .dependencies import added_matmuls, leading_to_matmuls
 
 
 def choose_all_reduce(plan: Plan) -> Body:
@@ -98,8 +98,14 @@ def _without_reduce_scatters(plan: Plan) -> Body:
     return rewrite_bodies(plan.body, lambda body: body.with_steps(list(map(changed, body.steps))))
 
 
-def _replaced(plan: Plan, step: Reduce, replacement: Callable[[Plan, Reduce, Collective], Collective | None]) -> Reduce:
-    """A reduction with ``replacement(plan, step, collective)`` for each of its reduce-scatters; None: that one stays."""
+Replacement = tuple[float, float | None, str]
+"""Of the all-reduce in place of a reduce-scatter: bytes, seconds, and why."""
+
+
+def _replaced(
+    plan: Plan, step: Reduce, replacement: Callable[[Plan, Reduce, Collective], Replacement | None]
+) -> Reduce:
+    """A reduction with an all-reduce in place of each of its reduce-scatters for which there is a ``replacement``."""
     collectives, scatters = list(step.collectives), list(step.scatters)
     sent = 0
     for k, scatter in enumerate(step.scatters):
@@ -107,14 +113,18 @@ def _replaced(plan: Plan, step: Reduce, replacement: Callable[[Plan, Reduce, Col
             continue
         new = replacement(plan, step, collectives[sent])
         if new is not None:
-            collectives[sent], scatters[k] = new, Scatter(scatter.dim, scatter.axes, "all_reduce")
+            size, seconds, why = new
+            collectives[sent] = replace(
+                collectives[sent], op="all-reduce", algorithm="all_reduce", bytes=size, seconds=seconds, why=why
+            )
+            scatters[k] = replace(scatter, algorithm="all_reduce")
         sent += 1
     if scatters == list(step.scatters):
         return step
     return replace(step, collectives=tuple(collectives), scatters=tuple(scatters))
 
 
-def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
+def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Replacement | None:
     """The all-reduce that XLA's compiler for CPUs makes of a reduce-scatter; None for other collectives."""
     if old.op != "reduce-scatter":
         return None
@@ -125,11 +135,10 @@ def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Collective | No
         f"since XLA's compiler for CPUs makes no reduce-scatters; an all-reduce sends {format_bytes(sent)}; "
         f'lowering="shard_map" reduce-scatters, which sends {format_bytes(old.bytes)}'
     )
-    seconds = old.seconds if cost is None else cost.seconds
-    return replace(old, op="all-reduce", algorithm="all_reduce", bytes=sent, seconds=seconds, why=why)
+    return sent, old.seconds if cost is None else cost.seconds, why
 
 
-def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Collective | None:
+def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Replacement | None:
     """The all-reduce in place of a staged reduce-scatter, if it saves time; None otherwise.
 
     Args:
@@ -150,10 +159,10 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Coll
         f"{format_seconds(new.exposed)} of it exposed; a staged reduce-scatter {format_seconds(staged.seconds)}, "
         f"{format_seconds(staged.exposed)} exposed. It sends {format_bytes(new.bytes)} instead of {format_bytes(old.bytes)}"
     )
-    return replace(old, op="all-reduce", algorithm="all_reduce", bytes=new.bytes, seconds=new.seconds, why=why)
+    return new.bytes, new.seconds, why
 
 
-def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | None:
+def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Replacement | None:
     """The all-reduce that XLA's partitioner makes of a reduce-scatter if the shards of all devices differ; None otherwise."""
     shards = math.prod(shard_count(s.axes, plan.sizes) for s in step.scatters)
     new = all_reduce_cost(plan, old, 0.0) if shards == plan.mesh.size else None
@@ -164,7 +173,7 @@ def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Collective | N
         f"the all-reduce sends {format_bytes(new.bytes)}; "
         f'lowering="shard_map" can reduce-scatter, which sends {format_bytes(old.bytes)}'
     )
-    return replace(old, op="all-reduce", algorithm="all_reduce", bytes=new.bytes, seconds=new.seconds, why=why)
+    return new.bytes, new.seconds, why
 
 
 def seconds_of_next_matmul(plan: Plan, value: Value) -> float:
@@ -174,7 +183,7 @@ def seconds_of_next_matmul(plan: Plan, value: Value) -> float:
     """
     if plan.chip is None or _matmuls_follow(plan, value):
         return 0.0
-    return math.fsum(_matmul_seconds(plan, [value]))
+    return math.fsum(matmul_seconds(plan, plan.chip, plan.runs[op]) for op in added_matmuls(plan, value))
 
 
 def _matmuls_block_on_reductions(plan: Plan, body: Body) -> bool:
@@ -188,20 +197,3 @@ def _matmuls_block_on_reductions(plan: Plan, body: Body) -> bool:
 def _matmuls_follow(plan: Plan, value: Value) -> bool:
     """Whether matmuls of its body depend on a value."""
     return value.op in plan.program.cached(leading_to_matmuls)
-
-
-def _matmul_seconds(plan: Plan, values: Sequence[Value]) -> list[float]:
-    """Seconds of each matmul whose results are added in partial values."""
-    assert plan.chip is not None
-    out: list[float] = []
-    pending = list(reversed(values))
-    while pending:  # not recursive: a sum may have more terms than Python's stack
-        value = pending.pop()
-        run = None if value.op is None else plan.runs.get(value.op)
-        if run is None:
-            continue
-        if run.op.primitive.matmul:
-            out.append(matmul_seconds(plan, plan.chip, run))
-        elif any(s.partial for s in run.reads):
-            pending += [s.value for s in reversed(run.reads)]
-    return out

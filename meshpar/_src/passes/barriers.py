@@ -6,7 +6,7 @@ Each pass works around one defect of a compiler (:mod:`compat.quirks`), and adds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeGuard
 
 import numpy as np
@@ -264,21 +264,6 @@ def separate_matmuls(plan: Plan) -> Body:
     return _rewrite_homes(plan.body, separated)
 
 
-@dataclass(slots=True)
-class _Epilogue:
-    """The ops that follow from a matmul and from no later one, which the compiler may compute in its kernel.
-
-    Attributes:
-      ops: elementwise ops and reductions.
-      read_by_matmuls: the shards that other matmuls read.
-      computed: all shards that the ops compute, with the matmul's result.
-    """
-
-    ops: list[Run]
-    read_by_matmuls: list[Shard]
-    computed: set[Shard]
-
-
 class _LargeMatmuls:
     """The large matmuls of a body, calls included.
 
@@ -330,21 +315,25 @@ class _LargeMatmuls:
     def separated(self, matmul: Run) -> Sequence[Shard]:
         """The shards that need a barrier so that a matmul becomes a kernel of its own; none if it is as fast with its epilogue."""
         plan, compiler = self.plan, self.plan.compiler
-        epilogue, size = self._epilogue(matmul.results[0]), plan.shard_bytes(matmul.results[0])
-        read_by_matmuls = [s for s in epilogue.read_by_matmuls if s not in self.results]
-        read = [s for op in epilogue.ops for s in op.reads]
+        size = plan.shard_bytes(matmul.results[0])
+        epilogue, read_by_matmuls, computed = self._epilogue(matmul.results[0])
+        read_by_matmuls = [s for s in read_by_matmuls if s not in self.results]
+        read = [s for step in epilogue for s in step.reads]
         matmul_results = tuple(dict.fromkeys(s for s in read if s in self.results))
-        others = set(read) - epilogue.computed - self.results - self.broadcasts
+        others = set(read) - computed - self.results - self.broadcasts
         is_tiled = smaller_operand_bytes(matmul, plan.sizes) > compiler.epilogue_operand_bytes
         if sum(plan.shard_bytes(s) >= size for s in read_by_matmuls) > 1:
             if is_tiled or len(matmul_results) <= compiler.epilogue_max_matmuls:
                 return (*matmul_results, *read_by_matmuls)
             return ()
-        reduces = any(op.op.primitive.family == "reduction" for op in epilogue.ops)
+        reduces = any(step.op.primitive.family == "reduction" for step in epilogue)
         return matmul_results if is_tiled and reduces and any(plan.shard_bytes(s) >= size for s in others) else ()
 
-    def _epilogue(self, result: Shard) -> _Epilogue:
-        """The epilogue of the matmul with this result."""
+    def _epilogue(self, result: Shard) -> tuple[list[Run], list[Shard], set[Shard]]:
+        """The ops that follow from the matmul with this result and from no later one, which the compiler may compute in its kernel.
+
+        Returns (elementwise ops and reductions, the shards that other matmuls read, all shards that the ops compute, the result).
+        """
         ops: dict[Run, None] = {}
         read: dict[Shard, None] = {}
         todo, seen = [(result, result)], {result}  # a shard, and the same before barriers
@@ -369,7 +358,7 @@ class _LargeMatmuls:
                 results = [(r, b) for r, b in results if self.depth[r] == self.depth[result] and r not in seen]
                 seen.update(r for r, _ in results)
                 todo += results
-        return _Epilogue(list(ops), list(read), seen)
+        return list(ops), list(read), seen
 
 
 def _is_matmul(step: Step) -> TypeGuard[Run]:

@@ -75,7 +75,8 @@ class Pair:
     def of(cls, plan: Plan, found: CollectiveMatmul, critical: bool, terms: Sequence[Run] = ()) -> Pair:
         """The pair of a plan, with its kernel and costs."""
         by_cost, hops, exposed = plan.overlap in BY_COST, ring_collectives(plan, found), None
-        fused = fused_of(plan, found) if by_cost else ""
+        is_transposed = any(run.op.primitive.family == "transpose" for run in terms)
+        fused = fused_of(plan, found, is_transposed) if by_cost else ""
         if plan.chip is not None:
             blocks = critical if found.gather else found.value.op in plan.program.cached(leading_to_matmuls)
             kernel = None if isinstance(fused, str) else fused
@@ -468,8 +469,12 @@ def _like(
     return replace(old, op=op, bytes=size, algorithm=algorithm, seconds=seconds, **{"why": "", **other})
 
 
-def fused_of(plan: Plan, pair: CollectiveMatmul) -> FusedGather | FusedScatter | str:
-    """The fused kernel (TPU: remote DMA while the matrix unit runs) for a pair, or the reason against it."""
+def fused_of(plan: Plan, pair: CollectiveMatmul, is_transposed: bool) -> FusedGather | FusedScatter | str:
+    """The fused kernel (TPU: remote DMA while the matrix unit runs) for a pair, or the reason against it.
+
+    Args:
+      is_transposed: a matmul is transposed before it is added to the sum.
+    """
     stages = [] if 0 in pair.value.shape else major_of(plan.torus, pair.axes)
     if devices_of(plan.torus, pair.axes) == 1 or not stages:
         return "nothing is sent"
@@ -482,6 +487,8 @@ def fused_of(plan: Plan, pair: CollectiveMatmul) -> FusedGather | FusedScatter |
             return f"a {plan.chip.name} has {plan.chip.cores} TensorCores, and the kernel multiplies on one"
     if stages[0].dim == "slice":
         return "remote DMA does not leave a slice"
+    if len(pair.dots) > 1 and is_transposed:
+        return "the matmuls are transposed before they are added"
     devices = stages[0].size
     key = (
         tuple(plan.sizes.items()), devices, pair.dim, pair.keep, pair.step.source.spec, pair.step.result.spec, pair.step.op,
@@ -526,22 +533,6 @@ def _fused_scatter(plan: Plan, pair: CollectiveMatmul, devices: int) -> FusedSca
     known = [(a, b) for a, b in operands if a is not None and b is not None]
     if len(known) < len(operands):
         return "an operand is a constant"
-    if len(operands) > 1 and _transposed(pair):
-        return "the matmuls are transposed before they are added"
     dots, dims = [dot_of(run.op.eqn, 0) for run, _ in pair.dots], [d for _, d in pair.dots]
     dtype: Any = pair.value.aval.dtype
     return FusedScatter.of(known, dots, dims, devices, dtype, dtype)
-
-
-def _transposed(pair: CollectiveMatmul) -> bool:
-    """Whether a matmul is transposed before it is added to the sum."""
-    leaves = {run.op for run, _ in pair.dots}
-    todo: list[Op | None] = [pair.value.op]
-    while todo:
-        op = todo.pop()
-        if op is None or op in leaves:
-            continue
-        if op.primitive.family == "transpose":
-            return True
-        todo += [v.op for v in op.ins if v is not None]
-    return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from ..plan.plan import Plan
 from ..program.ir import Frame, Op, Program, Value
 
 
@@ -13,6 +16,20 @@ def leading_to_matmuls(program: Program) -> set[Op]:
             makers = (v.op for v in op.ins if v is not None)
             out.update(m for m in makers if m is not None and m is not op and m.frame.home is op.frame.home)
     return out
+
+
+def added_matmuls(plan: Plan, value: Value) -> Iterator[Op]:
+    """Yields the matmuls and convolutions that are added in a partial value, in program order."""
+    pending = [value.op]
+    while pending:  # not recursive: a sum may have more terms than Python's stack
+        op = pending.pop()
+        run = None if op is None else plan.runs.get(op)
+        if run is None:
+            continue
+        if run.op.primitive.matmul:
+            yield run.op
+        elif any(s.partial for s in run.reads):
+            pending += [v.op for v in reversed(run.op.ins) if v is not None]
 
 
 def frame_dependencies(program: Program) -> dict[Frame, FrameDependencies]:

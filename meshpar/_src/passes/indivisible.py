@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jax.sharding import AbstractMesh, AxisType
-
 from ..cost.flops import redundant_matmuls
 from ..dims import format_dims
 from ..layout import Rule
@@ -134,8 +132,3 @@ def _is_looped(plan: Plan, dim: IndivisibleDim, count: int) -> bool:
         if shard is not None and shard.value.shape
     ]
     return any(v.shape[0] == dim.size and plan.program.dims(v)[0] == dim.rule.dim for v in parts)
-
-
-def abstract_mesh(sizes: dict[str, int]) -> AbstractMesh:
-    """A mesh without devices, with Auto axes of these sizes."""
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ..plan.plan import Plan
 from ..plan.steps import Run
 from ..rules import refusal
@@ -11,20 +9,11 @@ from ..rules import refusal
 AUTO = "auto"
 
 
-class Resolved(NamedTuple):
-    """A lowering, and the overlap mode under it.
-
-    Attributes:
-      reason: why ``"auto"`` means ``"jit"`` here: the op without a local form, and the user's line; None otherwise.
-    """
-
-    lowering: str
-    overlap: str
-    reason: str | None
-
-
-def resolve_lowering(plan: Plan, asked: str, overlap: str | None) -> Resolved:
+def resolve_lowering(plan: Plan, asked: str, overlap: str | None) -> tuple[str, str, str | None]:
     """The lowering that ``asked`` means for a plan: ``"auto"`` is ``"shard_map"``, or ``"jit"`` where an op has no local form.
+
+    Returns (lowering, overlap mode under it, why ``"auto"`` means ``"jit"`` here: the op without a local form and the user's line;
+    None otherwise).
 
     Args:
       plan: has the steps of the program, so that it is known which ops are split.
@@ -34,7 +23,7 @@ def resolve_lowering(plan: Plan, asked: str, overlap: str | None) -> Resolved:
     """
     reason = _without_local_form(plan) if asked == AUTO else None
     lowering = asked if asked != AUTO else "shard_map" if reason is None else "jit"
-    return Resolved(lowering, "off" if lowering == "jit" else overlap or "auto", reason)
+    return lowering, "off" if lowering == "jit" else overlap or "auto", reason
 
 
 def _without_local_form(plan: Plan) -> str | None:

@@ -33,7 +33,7 @@ from ..plan.steps import (
     topological_order,
 )
 from ..program.ir import Frame, Op, Value
-from .dependencies import FrameDependencies, frame_dependencies
+from .dependencies import FrameDependencies, added_matmuls, frame_dependencies
 
 
 def schedule(plan: Plan) -> Body:
@@ -57,7 +57,8 @@ def schedule(plan: Plan) -> Body:
         +     sends 58.7 MB per call: dot_general contracts the batch
           return %2, %4
     """
-    if not _reads_large_arrays(plan) or not (waits := _Waits(plan)).after:
+    waits = _Waits(plan)
+    if not waits.after:
         return plan.body
     orders = {frame: waits.frames[frame].order(waits.after) for frame in {op.frame for op in waits.after}}
 
@@ -78,18 +79,6 @@ def schedule(plan: Plan) -> Body:
         return replace(body, steps=topological_order(_in_order_of_ops(steps, index), body.outputs))
 
     return rewrite_bodies(plan.body, change)
-
-
-def _reads_large_arrays(plan: Plan) -> bool:
-    """Whether a matmul of a plan, or a ring, reads arrays of the size from which live ranges matter."""
-    limit, shard_bytes = plan.compiler.large_buffer_bytes, plan.shard_bytes
-    for step in plan.body.all_steps:
-        if isinstance(step, Run):
-            if step.op.primitive.matmul and math.fsum(map(shard_bytes, step.reads)) >= limit:
-                return True
-        elif isinstance(step, Reshard) and step.ring is not None and shard_bytes(step.result) >= limit:
-            return True
-    return False
 
 
 def _in_order_of_ops(steps: Sequence[Step], index: Mapping[Op, int]) -> list[Step]:
@@ -147,7 +136,7 @@ class _Waits:
                     if v is not None and v is not value:
                         readers.setdefault((op.frame, v), []).append(op)
         for step in reductions:
-            for op in self._matmuls_of(step.source.value):
+            for op in added_matmuls(self.plan, step.source.value):
                 self._delay(step, op, [r for v in op.ins if v is not None for r in readers.get((op.frame, v), ())])
 
     def _delay(self, reduction: Reduce, op: Op, others: Sequence[Op]) -> None:
@@ -205,18 +194,6 @@ class _Waits:
         """Whether a value exists as one array, as its op computes it: neither constant, nor computed in the chunks of a ring."""
         placed = self.plan.placements.get(value)
         return placed is not None and not placed.made.is_constant and value not in self.in_chunks
-
-    def _matmuls_of(self, value: Value) -> list[Op]:
-        """The matmuls that are added in a partial value."""
-        op = value.op
-        if op is None:
-            return []
-        if op.primitive.matmul:
-            return [op]
-        run = self.plan.runs.get(op)
-        if run is None or not any(s.partial for s in run.reads):
-            return []
-        return [matmul for v in op.ins if v is not None for matmul in self._matmuls_of(v)]
 
     def cost_of_barrier(self, shard: Shard) -> tuple[float, float]:
         """(bytes that are written to memory only because a barrier holds a shard, bytes of the shard).

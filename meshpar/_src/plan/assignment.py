@@ -494,17 +494,9 @@ class AxisAssignment:
         return list(in_order.indivisible.values())
 
     def all_indivisible_optional(self, rules: Collection[Rule]) -> Iterator[tuple[Value, int, Rule]]:
-        """Yields the first (value, dim) whose size each of these optional rules does not divide, in program order."""
-        missing = set(rules)
-        for value in self._all_values() if missing else ():
-            names = {name for names, _ in self.value_items(value) for name in names}
-            if any(rule.dim in names for rule in missing):
-                for rule, i in self.unused_optional_rules(value):
-                    if rule in missing:
-                        missing.remove(rule)
-                        yield value, i, rule
-            if not missing:
-                return
+        """Yields the (value, dim) whose sizes these optional rules do not divide, in program order."""
+        for value in self._all_values() if rules else ():
+            yield from ((value, i, rule) for rule, i in self.unused_optional_rules(value) if rule in rules)
 
     def _all_values(self) -> Iterator[Value]:
         """Yields the values of the program: its inputs, then the results and inputs of each frame."""

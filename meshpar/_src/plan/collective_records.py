@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -26,7 +25,7 @@ AlgorithmChoices = dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[Algor
 
 
 class TooLong(Exception):
-    """The collectives of a plan take longer, or send more, than the caller's limit."""
+    """The collectives of a plan take longer than the caller's limit."""
 
 
 class CollectiveRecords:
@@ -34,22 +33,22 @@ class CollectiveRecords:
 
     Attributes:
       torus: the stages of every axis on the torus of the slice.
-      seconds_left, bytes_left: what further collectives may take and send before :class:`TooLong` is raised.
+      seconds_left: what further collectives may take before :class:`TooLong` is raised.
     """
 
     def __init__(
         self, program: Program, sizes: dict[str, int], torus: Torus, chip: Chip | None, algorithms: AlgorithmChoices,
-        max_seconds: float = math.inf, max_bytes: float = math.inf,
+        max_seconds: float,
     ):  # fmt: skip
         """Records for a plan on a mesh of these axis sizes.
 
         Args:
           chip: whose links determine times; None: collectives have no times.
           algorithms: choices that plans for this topology and chip share; new ones are added.
-          max_seconds, max_bytes: limits of all collectives of the plan together.
+          max_seconds: limit of all collectives of the plan together.
         """
         self.program, self.sizes, self.torus, self.chip = program, sizes, torus, chip
-        self.seconds_left, self.bytes_left = max_seconds, max_bytes
+        self.seconds_left = max_seconds
         self._algorithms = algorithms
         self._labels = program.cached(_labels)
         self._weights = program.cached(_weights)
@@ -74,8 +73,7 @@ class CollectiveRecords:
             return []
         algorithm, why, seconds = self._algorithm(kind, axes, bytes_sent)
         self.seconds_left -= (seconds or 0.0) * (count or 1)
-        self.bytes_left -= bytes_sent * (count or 1)
-        if self.seconds_left < 0 or self.bytes_left < 0:
+        if self.seconds_left < 0:
             raise TooLong
         tensor, dims = self._label(value)
         return [

@@ -358,7 +358,7 @@ def _factor_axes(site: _Site) -> Axes:
     axes = list(rule.given) if rule.given is not None else assigned_axes(site)
     x = site.operands[0] if site.operands else None
     if op.primitive.family == "reshape" and x is not None and not x.is_constant and x.iterations is None:
-        axes = list(reshape_axes(rule, axes, x.spec, site.stored(op.outs[0]), site.sizes))
+        axes = list(reshape_axes(rule, tuple(axes), x.spec, site.stored(op.outs[0]), tuple(site.sizes.items())))
     if rule.given is None:
         axes = spread(site, exchanged_or_unsharded(site, indexed(site, axes)))
     return axes

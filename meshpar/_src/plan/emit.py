@@ -181,23 +181,14 @@ class Emitter:
         if decision.axes is not None:
             self.factor_axes[op] = decision.axes
         current = self.current
-        operands: list[Shard | None] = []
-        copies: list[int] = []  # of values that may be recomputed from the copies of other operands
-        for i, (value, spec) in enumerate(zip(op.ins, decision.operands, strict=True)):
-            if value is None or spec is None:
-                operands.append(None)
-                continue
-            shard = current[value]
-            if not shard.is_constant and shard.spec != spec and value.op is not None and is_recomputed(value.op):
-                copies.append(i)
-                operands.append(None)
-            else:
-                operands.append(self.operand(op, value, spec) if shard.is_constant or shard.spec != spec else shard)
-        # shorter chains first: a longer one may end in a copy that a shorter one has made
-        for i in sorted(copies, key=lambda i: _recomputable_depth(op.ins[i])) if copies[1:] else copies:
-            value, spec = op.ins[i], decision.operands[i]
-            assert value is not None
-            assert spec is not None
+        needs = [
+            (i, v, s) for i, (v, s) in enumerate(zip(op.ins, decision.operands, strict=True)) if v and s is not None
+        ]
+        if sum(v not in self.constants and current[v].spec != spec for _, v, spec in needs) > 1:
+            # shorter chains first: a longer one may end in a copy that a shorter one has made
+            needs.sort(key=lambda need: _recomputable_depth(need[1]))
+        operands: list[Shard | None] = [None] * len(op.ins)
+        for i, value, spec in needs:
             operands[i] = self.operand(op, value, spec)
         step, placements = self._run(op, decision, tuple(operands))
         if decision.sends:
@@ -222,7 +213,7 @@ class Emitter:
                 else:
                     self.inherit(shard.value, op.ins[source])
             elif stored is not None and stored != shard.spec:
-                self.reshard(shard.value, stored, op)
+                self.store(op, shard.value)
 
     def _run(
         self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]
@@ -244,13 +235,12 @@ class Emitter:
 
     # -- copies and reductions
 
-    def store(self, op: Op, value: Value) -> Shard:
-        """Reshard a result of an op to its stored spec."""
-        return self.reshard(value, self.stored(value), op)
+    def store(self, op: Op | None, value: Value) -> Shard:
+        """Append the reshard of a result to its stored spec, for all further readers; returns the value's new current shard.
 
-    def reshard(self, value: Value, need: Spec, op: Op | None) -> Shard:
-        """Append the reshard of a result to its stored spec, for all further readers; returns the value's new current shard."""
-        source = self.current[value]
+        ``op``: whose result it is; None: of the program.
+        """
+        source, need = self.current[value], self.stored(value)
         if source.spec == need:
             return source
         cause = functools.partial(self.causes.stored, op, value, source.spec, need)

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.core import Literal, Var
 
@@ -36,19 +36,7 @@ Rank = Callable[[Plan], tuple[bool, float]]
 """A sort key of plans of one step, of which the smallest is best: whether the plan exceeds the memory of its chip, and its cost."""
 
 
-def bytes_sent(plan: Plan) -> tuple[bool, float]:
-    """(False, bytes that each device sends in a step): the rank of plans whose memory is not considered."""
-    return False, plan.bytes_sent
-
-
-class Limits(NamedTuple):
-    """Limits of a plan: the seconds of its collectives, run one after the other, and the bytes that a device sends in a step."""
-
-    seconds: float = math.inf
-    bytes: float = math.inf
-
-
-def planned(program: Program, request: PlanRequest, rank: Rank = bytes_sent, max_seconds: float = math.inf) -> Plan:
+def planned(program: Program, request: PlanRequest, rank: Rank, max_seconds: float = math.inf) -> Plan:
     """The best plan of a program before any pass, of the plans of its :func:`.variants`.
 
     Args:
@@ -70,25 +58,22 @@ def planned(program: Program, request: PlanRequest, rank: Rank = bytes_sent, max
 def best(variants: Sequence[Variant], request: PlanRequest, rank: Rank, max_seconds: float) -> Plan:
     """The plan of the smallest rank, of equal ones the plan of a variant without rewritten slices.
 
-    A variant is planned no further than its plan can be better than the one with rewritten slices.
+    Where the chip is known, a variant is planned until its collectives take longer than those of the one with rewritten slices.
 
     Raises:
       TooLong: the collectives of all take longer than ``max_seconds``.
     """
     plans: dict[Variant, Plan] = {}
     for variant in variants:
-        limits = Limits(max_seconds)
+        limit = max_seconds
         divisible = None if variant.divisible is None else plans.get(variant.divisible)
         if divisible is not None:
-            # no other plan sends less
             if not divisible.collectives:
-                continue
-            if divisible.chip is None:
-                limits = limits._replace(bytes=divisible.bytes_sent)
-            else:
-                limits = Limits(min(max_seconds, divisible.comm_seconds))
+                continue  # no other plan sends less
+            if divisible.chip is not None:
+                limit = min(max_seconds, divisible.comm_seconds)
         with contextlib.suppress(TooLong):
-            plans[variant] = _with_gather(variant, request, rank, limits)
+            plans[variant] = _with_gather(variant, request, rank, limit)
     if not plans:
         raise TooLong
     if len(plans) == 1:
@@ -96,22 +81,22 @@ def best(variants: Sequence[Variant], request: PlanRequest, rank: Rank, max_seco
     return plans[min(plans, key=lambda v: (*rank(plans[v]), v.divisible is None))]
 
 
-def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, limits: Limits) -> Plan:
+def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds: float) -> Plan:
     """The plan of a variant, whose loops over microbatches gather weights once a step or in each microbatch, as it says.
 
     Where it does not say, a plan that gathers once and exceeds the memory is compared with one that gathers in each microbatch.
 
     Raises:
-      TooLong: the collectives exceed the limits.
+      TooLong: the collectives take longer than ``max_seconds``.
     """
-    once = _Planner(variant, request, limits, variant.gather == "microbatch").plan()
+    once = _Planner(variant, request, max_seconds, variant.gather == "microbatch").plan()
     if not once.unsharded or variant.gather == "step":
         return once
     if not rank(once)[0]:
         note = (_once_text(once.unsharded),) if once.unsharded >= MIN_NOTED_BYTES else ()
         return replace(once, notes=(*once.notes, *note))
     try:
-        each = _Planner(variant, request, limits, True).plan()
+        each = _Planner(variant, request, max_seconds, True).plan()
     except TooLong:
         return once
     return min(once, replace(each, notes=(*each.notes, IN_EACH_MICROBATCH)), key=rank)
@@ -147,7 +132,7 @@ class _Planner:
           which decides about ops by more than the keys of cached decisions contain.
     """
 
-    def __init__(self, variant: Variant, request: PlanRequest, limits: Limits, in_each_microbatch: bool):
+    def __init__(self, variant: Variant, request: PlanRequest, max_seconds: float, in_each_microbatch: bool):
         """Set up the assignment, caches and emitter; ``in_each_microbatch`` as in :class:`ControlFlow`."""
         self.program = program = variant.program
         self.layout = layout = variant.layout
@@ -170,7 +155,7 @@ class _Planner:
                 of_mesh.tori[topology] = torus_of_slices(sizes, topology)
             self.torus = of_mesh.tori[topology]
             algorithms = of_mesh.algorithms.setdefault((topology, self.chip), {})
-        records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, *limits)
+        records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, max_seconds)
         interned = shared.interned if cached else Interned()
         self.emitter = Emitter(assignment, interned, records)
         accumulated: dict[Value, bool] = {}
@@ -184,7 +169,7 @@ class _Planner:
         """The plan.
 
         Raises:
-          TooLong: its collectives exceed the limits.
+          TooLong: its collectives take longer than the limit.
         """
         try:
             return self._plan()
@@ -298,7 +283,7 @@ class _Planner:
         if value in emitter.constants:
             return emitter.maker.part(value, spec, emitter.body)
         emitter.new_group()
-        return emitter.reshard(value, spec, None)
+        return emitter.store(None, value)
 
     def held(self, value: Value, spec: Spec) -> ShardedArray:
         """The record of an argument or result."""

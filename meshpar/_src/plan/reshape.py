@@ -18,63 +18,28 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..layout import Spec
-from ..rules.rule import Factors, Kind, OpRule
+from ..rules.rule import OpRule
 from .assignment import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes
 
-MAX_CANDIDATES = 300
+MAX_CANDIDATES = 2000
 """Assignments of axes to the factors of one reshape that are compared."""
 
 Axes = tuple[tuple[str, ...], ...]
 
 
-def reshape_axes(
-    rule: OpRule, claimed: Sequence[tuple[str, ...]], have: Spec, stored: Spec, sizes: Mapping[str, int]
-) -> Axes:
+@functools.lru_cache(maxsize=4096)
+def reshape_axes(rule: OpRule, claimed: Axes, have: Spec, stored: Spec, mesh: tuple[tuple[str, int], ...]) -> Axes:
     """The axes of every factor with which the fewest bytes are sent; on a tie, those that the layout assigns.
 
     Args:
       claimed: the axes that the layout assigns to the factors.
       have: the spec of the operand.
       stored: the stored spec of the result.
+      mesh: (axis, size) of the mesh.
     """
-    key = (tuple(rule.ins[0]), tuple(rule.outs[0]), tuple(rule.sizes), tuple(rule.kinds))
-    return _cheapest(*key, tuple(claimed), have, stored, tuple(sizes.items()))
-
-
-def axes_from(
-    dims: Sequence[Factors], spec: Spec, rule_sizes: Sequence[int], kinds: Sequence[Kind], sizes: Mapping[str, int]
-) -> list[tuple[str, ...]]:
-    """For each factor, the axes that split it in an array with a spec, as far as these divide the factors from major to
-    minor.
-
-    ``kinds``: the kind of each factor; only ``pass_through`` factors are split.
-
-    Given dims ``[(a, b)]`` with a of 4 and b of 8, and the spec ``(("x", "y"),)`` with x=4 and y=2, returns ``[("x",), ("y",)]``;
-    with x=3, returns ``[(), ()]``.
-    """
-    axes: list[tuple[str, ...]] = [()] * len(rule_sizes)
-    for entry, factors in zip(spec, dims, strict=True):
-        left = list(entry)
-        for f in factors:
-            shards = 1
-            while kinds[f] == "pass_through" and left and rule_sizes[f] % (shards * sizes[left[0]]) == 0:
-                shards *= sizes[left[0]]
-                axes[f] += (left.pop(0),)
-            if shards != rule_sizes[f]:
-                break
-    return axes
-
-
-@functools.lru_cache(maxsize=4096)
-def _cheapest(
-    operand: tuple[Factors, ...], result: tuple[Factors, ...], extents: tuple[int, ...], kinds: tuple[Kind, ...],
-    claimed: Axes, have: Spec, stored: Spec, mesh: tuple[tuple[str, int], ...],
-) -> Axes:  # fmt: skip
-    """As :func:`reshape_axes`, with hashable arguments: factors of the dims of operand and result, their sizes and kinds."""
-    sizes = dict(mesh)
-    rule = OpRule([operand], [result], list(extents), list(kinds))
-    shapes = [[math.prod(extents[f] for f in factors) for factors in dims] for dims in (operand, result)]
+    sizes, operand, result = dict(mesh), rule.ins[0], rule.outs[0]
+    shapes = [[math.prod(rule.sizes[f] for f in factors) for factors in dims] for dims in (operand, result)]
 
     def sent(axes: Axes) -> float:
         return reshard_bytes(have, spec_from_factors(operand, axes), shapes[0], 1, sizes) + reshard_bytes(
@@ -82,33 +47,23 @@ def _cheapest(
         )
 
     best, least = claimed, sent(claimed)
-    ends = ((operand, have), (result, stored))
-    tried: Iterator[list[tuple[str, ...]]] = (axes_from(d, spec, extents, kinds, sizes) for d, spec in ends)
     used = sorted({a for spec in (have, stored) for entry in spec for a in entry if sizes[a] > 1})
-    for choice in itertools.chain(tried, itertools.islice(_splits(used, extents, kinds, sizes), MAX_CANDIDATES)):
+    for axes in itertools.islice(_splits(used, rule, sizes), MAX_CANDIDATES):
         if not least:
             break
-        axes = tuple(contiguous_only(rule, choice, sizes))
-        if axes == tuple(choice) and (bytes_ := sent(axes)) < least:
-            best, least = axes, bytes_
+        if contiguous_only(rule, axes, sizes) == axes and (bytes_ := sent(tuple(axes))) < least:
+            best, least = tuple(axes), bytes_
     return best
 
 
-def _splits(
-    used: Sequence[str], extents: Sequence[int], kinds: Sequence[Kind], sizes: Mapping[str, int]
-) -> Iterator[list[tuple[str, ...]]]:
+def _splits(used: Sequence[str], rule: OpRule, sizes: Mapping[str, int]) -> Iterator[list[tuple[str, ...]]]:
     """Yields every assignment of ``used`` axes to factors whose sizes they divide: for each factor, the axes that split
     it, in order.
 
-    Each axis splits one factor or none. An assignment occurs once for every order of the axes of a factor.
-
-    Args:
-      used: axes.
-      extents, kinds: size and kind of each factor; only ``pass_through`` factors are split.
-      sizes: axis → size.
+    Each axis splits one ``pass_through`` factor or none. An assignment occurs once for every order of the axes of a factor.
     """
-    where = [None, *(f for f, kind in enumerate(kinds) if kind == "pass_through" and extents[f] > 1)]
+    where = [None, *(f for f, kind in enumerate(rule.kinds) if kind == "pass_through" and rule.sizes[f] > 1)]
     for homes in itertools.product(where, repeat=len(used)):
-        groups = [tuple(a for a, home in zip(used, homes, strict=True) if home == f) for f in range(len(extents))]
-        if all(n % math.prod(sizes[a] for a in group) == 0 for n, group in zip(extents, groups, strict=True)):
+        groups = [tuple(a for a, home in zip(used, homes, strict=True) if home == f) for f in range(len(rule.sizes))]
+        if all(n % math.prod(sizes[a] for a in group) == 0 for n, group in zip(rule.sizes, groups, strict=True)):
             yield from map(list, itertools.product(*map(itertools.permutations, groups)))

@@ -197,10 +197,9 @@ def _move_or_gather(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[M
     """The moves from ``have`` to ``need``: all-to-alls as long as one applies, then slices and all-gathers."""
     moves: list[Move] = []
     now = have
-    while (exchange := _all_to_all(now, need)) is not None:
-        axes, after = exchange
-        moves.append(Move("all-to-all", axes, shard_count(axes, sizes), now, after))
-        now = after
+    while (move := next((m for m in _all_to_alls(now, sizes) if _is_final(m, need)), None)) is not None:
+        moves.append(move)
+        now = move.after
     common = tuple(h[: _common_prefix(h, n)] for h, n in zip(now, need, strict=True))
     lost, gained = ({a for e, c in zip(spec, common, strict=True) for a in e[len(c) :]} for spec in (now, need))
     if not lost & gained and all(c in (h, n) for h, n, c in zip(now, need, common, strict=True)):
@@ -208,16 +207,9 @@ def _move_or_gather(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[M
     return (*moves, *_slice_and_gather(now, common, sizes), *_slice_and_gather(common, need, sizes))
 
 
-def _all_to_all(now: Spec, need: Spec) -> tuple[tuple[str, ...], Spec] | None:
-    """(axes, spec after it) of an all-to-all that moves as many last axes of a dim as possible to their new dim; else None."""
-    place = {a: i for i, entry in enumerate(need) for a in entry}
-    for i, entry in enumerate(now):
-        for k in range(len(entry)):
-            last, j = entry[k:], place.get(entry[k], i)
-            if j != i and need[j][: len(now[j]) + len(last)] == (*now[j], *last):
-                moved = {i: entry[:k], j: (*now[j], *last)}
-                return last, tuple(moved.get(d, e) for d, e in enumerate(now))
-    return None
+def _is_final(move: Move, need: Spec) -> bool:
+    """Whether an all-to-all appends its axes to the dim, and in the place, in which ``need`` has them."""
+    return any(n[: len(e)] == e for n, e, old in zip(need, move.after, move.before, strict=True) if len(e) > len(old))
 
 
 def _common_prefix(a: Sequence[object], b: Sequence[object]) -> int:

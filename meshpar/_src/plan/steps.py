@@ -143,12 +143,7 @@ class Body:
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
         """The loops of :attr:`all_steps`, in order."""
-        out: list[Loop] = []
-        for step in (self.steps[k] for k in self.nested):
-            out += (step,) if isinstance(step, Loop) else ()
-            for body in step.bodies:
-                out += body.loops
-        return tuple(out)
+        return tuple(step for step in self.all_steps if isinstance(step, Loop))
 
     @cached_property
     def nested(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import cast
 from ..hardware.collective_ops import CollectiveOp, wire_bytes
 from ..layout import Spec
 from ..program.ir import Op, Value
-from ..rules.rule import ADDED, Kind
+from ..rules.rule import Kind
 from ..rules.spmd import Send
 from .assignment import contiguous_only, spec_from_factors
 from .collectives import split_reduction
@@ -124,9 +124,7 @@ def op_bytes(
     for value, dims, partial, rest in zip(op.outs, rule.outs, partials, stored, strict=True):
         spec = spec_from_factors(dims, axes)
         if partial:
-            volume = value_bytes(value, spec, sizes)
-            scattered = kind in ADDED and all(any(a in entry for entry in rest) for a in partial)
-            total += wire_bytes("reduce-scatter" if scattered else "all-reduce", volume, shard_count(partial, sizes))
+            total += reduction_bytes(value, spec, rest, partial, kind, sizes)
         else:
             total += value_reshard_bytes(value, spec, rest, sizes)
     return total
