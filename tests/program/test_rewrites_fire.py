@@ -5,16 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import f32
 from jax import lax
 
 import meshpar as mp
 from meshpar._src.program import divisible_rewrite
 
 SEQUENCE = {"x": "batch seq embed"}
-
-
-def f32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def i32(*shape):
@@ -62,12 +59,9 @@ def advantages(rewards, values):
 
 
 SEQ, ROWS = "seq: data", "rows: data; columns: model"
-NEXT_TOKEN = (
-    jax.value_and_grad(next_token_loss),
-    (f32(64, 128), f32(8, 64, 64), i32(8, 64)),
-    SEQ,
-    {**SEQUENCE, "w": "embed vocab", "y": "batch seq"},
-)
+NEXT_DIMS = {**SEQUENCE, "w": "embed vocab", "y": "batch seq"}
+NEXT_TOKEN = (jax.value_and_grad(next_token_loss), (f32(64, 128), f32(8, 64, 64), i32(8, 64)), SEQ, NEXT_DIMS)
+LABELS = (jax.grad(cross_entropy), (f32(64, 128), i32(64)), "batch: data", {"x": "batch vocab", "y": "batch"})
 SHIFT = (jax.grad(token_shift), (f32(8, 64, 64),), SEQ, SEQUENCE)
 ZIGZAG = (jax.grad(zigzag), (f32(8, 64, 64),), SEQ, SEQUENCE)
 SOLVER = (conjugate_gradients, (f32(64, 32), f32(64, 32)), ROWS, {"*": "rows columns"})
@@ -76,12 +70,7 @@ PROGRAMS = {
     "collapsed.reshape": SOLVER,
     "lookups.constant_gather": ZIGZAG,
     "lookups.constant_scatter_add": ZIGZAG,
-    "lookups.own_rows": (
-        jax.grad(cross_entropy),
-        (f32(64, 128), i32(64)),
-        "batch: data",
-        {"x": "batch vocab", "y": "batch"},
-    ),
+    "lookups.own_rows": LABELS,
     "lookups.padded_lookup": NEXT_TOKEN,
     "padded.broadcast_in_dim": NEXT_TOKEN,
     "padded.dot_general": NEXT_TOKEN,

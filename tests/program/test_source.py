@@ -49,9 +49,12 @@ def package(tmp_path):
     return module
 
 
-def sources(fn):
+def source(fn):
+    """Of the only collective of a function, which no package has called."""
     plan = mp.plan(fn, X, mesh="data=2, model=4", layout="batch: data", dims={"x": "batch embed"})
-    return {c.source for c in plan.collectives}
+    (found,) = {(c.source, c.module, c.package_line, c.location) for c in plan.collectives}
+    assert found == (found[0], "", "", found[0])
+    return found[0]
 
 
 def line(fn, text):
@@ -68,8 +71,7 @@ def test_a_function_that_jax_compiles_by_itself_is_of_the_line_that_calls_it():
         y = jnp.tanh(x)
         return jnp.var(y), jnp.linalg.norm(y)  # here
 
-    (found,) = sources(step)
-    assert found.endswith(line(step, "# here"))
+    assert source(step).endswith(line(step, "# here"))
 
 
 def test_a_users_function_that_is_compiled_by_itself_has_the_line_within():
@@ -80,39 +82,27 @@ def test_a_users_function_that_is_compiled_by_itself_has_the_line_within():
     def step(x):
         return inner(x)
 
-    (found,) = sources(step)
-    assert found.endswith(line(inner.__wrapped__, "# within"))
+    assert source(step).endswith(line(inner.__wrapped__, "# within"))
 
 
 @pytest.mark.parametrize(("how", "number"), [("total", 5), ("mean", 7)])
-def test_without_a_line_of_the_user_it_is_the_packages(package, how, number):
-    (found,) = sources(lambda x: getattr(package, how)(x))
-    assert "test_source.py" in found
-    plan = mp.plan(getattr(package, how), X, mesh="data=2", layout="batch: data", dims={"x": "batch embed"})
-    (found,) = {c.source for c in plan.collectives}
-    assert found.endswith(f"package.py:{number} ({how})")
-    (found,) = {c.location for c in plan.collectives}
-    assert found.endswith(f"package.py:{number} ({how})")
-    assert ", in " not in found
+def test_the_line_of_a_package(package, how, number):
+    """It is shown next to the user's line, or alone."""
+    function = getattr(package, how)
 
-
-@pytest.mark.parametrize(("how", "number"), [("total", 5), ("mean", 7)])
-def test_the_line_of_a_package_is_shown_next_to_the_users(package, how, number):
     def step(x):
-        return getattr(package, how)(x)  # here
+        return function(x)  # here
 
-    plan = mp.plan(step, X, mesh="data=2", layout="batch: data", dims={"x": "batch embed"})
+    where = {"mesh": "data=2", "layout": "batch: data", "dims": {"x": "batch embed"}}
+    plan = mp.plan(step, X, **where)
     (found,) = plan.collectives
     assert found.source.endswith(line(step, "# here"))
     assert found.package_line == f"package.py:{number} ({how})"
     assert found.location == f"{found.source}, in package.py:{number} ({how})"
     assert json.loads(plan.to_json())["collectives"][0]["package_line"] == found.package_line
-
-
-def test_a_users_own_line_has_no_line_of_a_package():
-    plan = mp.plan(lambda x: x.sum(), X, mesh="data=2", layout="batch: data", dims={"x": "batch embed"})
-    (found,) = plan.collectives
-    assert (found.module, found.package_line, found.location) == ("", "", found.source)
+    (found,) = mp.plan(function, X, **where).collectives
+    assert found.source.endswith(f"package.py:{number} ({how})")
+    assert found.location == found.source
 
 
 def gradients_of(model, layout):

@@ -75,13 +75,11 @@ def kernel_rule(
         @functools.cache
         def made(static: tuple[tuple[str, Any], ...]) -> Kernel:
             """The Kernel for these keyword arguments, given as sorted (name, value) pairs."""
-            options = dict(static)
-            if not options:
-                return Kernel(fn, notation, local, sends, name, works=works)
-            return Kernel(
-                functools.partial(fn, **options), notation, local and functools.partial(local, **options),
-                sends and functools.partial(sends, **options), name, works=works and functools.partial(works, **options),
-            )  # fmt: skip
+
+            def fixed(f: Any) -> Any:
+                return functools.partial(f, **dict(static)) if f and static else f
+
+            return Kernel(fixed(fn), notation, fixed(local), fixed(sends), name, works=fixed(works))
 
         @functools.wraps(fn)
         def call(*args: Any, **static: Any) -> Any:

@@ -21,6 +21,7 @@ from ..compat.jax import constraint_spec, literal_array
 from ..compat.loops import loop_parts, operands_of_bodies
 from ..dims import Dims, did_you_mean
 from ..rules import OpRule, bodies, no_rule, primitive, separated
+from ..rules.index import LookupDims
 from ..rules.rule import NameLink
 from ..rules.shape import reshape_order
 from ..rules.spmd import Factors
@@ -221,7 +222,7 @@ class Builder:
         if op.primitive.regroups:
             if op.ins[0] is not None:
                 nodes = tuple(op.ins[0].nodes[d] for d in reshape_order(op.eqn))
-                self.reshape(nodes, outs[0].nodes, rule)
+                self.reshape(nodes, outs[0].nodes)
             return
         where: dict[int, int] = {}
         for node, (factor,) in _factors(op, rule, outs):
@@ -230,7 +231,7 @@ class Builder:
             else:
                 where[factor] = node
 
-    def reshape(self, a: Nodes, b: Nodes, rule: OpRule) -> None:
+    def reshape(self, a: Nodes, b: Nodes) -> None:
         """Join the dims of a reshape's operand and result: those between two common boundaries are one sequence of sub-dims."""
         i = j = 0
         left: list[int] = []
@@ -261,12 +262,8 @@ class Builder:
         """
         u = self.unifier
         self.find_slices()
-        for op in self.ties:
-            if op.primitive.family != "broadcast":
-                self.tie(op)
-        for op in self.ties:
-            if op.primitive.family == "broadcast":
-                self.tie(op)
+        for op in sorted(self.ties, key=lambda op: op.primitive.family == "broadcast"):
+            self.tie(op)
         for op in self.stretched:
             (out,) = op.outs
             for value in op.ins:
@@ -303,9 +300,8 @@ class Builder:
             last_start, first_stop = max(r.start for *_, r, _ in own), min(r.stop for *_, r, _ in own)
             for full, part, elements, op in own:
                 if elements.start >= first_stop or elements.stop <= last_start or 2 * len(elements) < u.size[root]:
-                    self.slices[full, part] = DimSlice(
-                        full, part, op.primitive.family in ("slice", "split"), elements, op
-                    )
+                    is_slice = op.primitive.family in ("slice", "split")
+                    self.slices[full, part] = DimSlice(full, part, is_slice, elements, op)
 
     def tie_indexed(self) -> None:
         """Join the dims that the same indices index: an embedding's gradient gets the embedding's ``vocab``.
@@ -315,13 +311,9 @@ class Builder:
         u = self.unifier
         groups: dict[tuple[Nodes, int], list[tuple[int, Op]]] = {}
         for op in self.ties:
-            if op.primitive.family == "gather":
-                into = op.eqn.params["dimension_numbers"].start_index_map
-            elif op.primitive.family == "scatter":
-                into = op.eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-            else:
+            if op.primitive.family not in ("gather", "scatter"):
                 continue
-            operand, indices = op.ins[:2]
+            into, (operand, indices) = LookupDims.of(op.eqn).indexed, op.ins[:2]
             if len(into) != 1 or operand is None or operand.nodes[into[0]] == NONE:
                 continue
             node = operand.nodes[into[0]]
@@ -426,13 +418,9 @@ def _with_own_results(jaxpr: Any, op: Op) -> Any:
     eqns, outvars, ins = list(jaxpr.eqns), list(jaxpr.outvars), set(jaxpr.invars)
     for k, var in enumerate(outvars):
         if not isinstance(var, Literal) and var in ins:
-            outvars[k] = Var(var.aval)
-            same = {
-                "primitive": name_dims_p,
-                "params": {"names": (None,) * len(var.aval.shape)},
-                "effects": frozenset(),
-            }
-            eqns.append(op.eqn.replace(**same, invars=[var], outvars=[outvars[k]]))
+            outvars[k], params = Var(var.aval), {"names": (None,) * len(var.aval.shape)}
+            same = op.eqn.replace(primitive=name_dims_p, params=params, effects=frozenset())
+            eqns.append(same.replace(invars=[var], outvars=[outvars[k]]))
     return jaxpr.replace(eqns=eqns, outvars=outvars) if len(eqns) > len(jaxpr.eqns) else jaxpr
 
 
@@ -491,18 +479,11 @@ def _while(b: Builder, op: Op) -> list[Value]:
 
 def _cond(b: Builder, op: Op) -> list[Value]:
     """The results of a ``cond``, joined with the results of all its branches."""
-    outs: list[Value] | None = None
+    outs = [b.value(v.aval, op=op) for v in op.eqn.outvars]
     for jaxpr, operands in zip(bodies(op.eqn), operands_of_bodies(op.eqn, op.ins), strict=True):
         inner = [_inside(v, b, a.aval) for v, a in zip(operands, jaxpr.invars, strict=True)]
-        results = b.run_body(Frame(jaxpr, op), inner)
-        if outs is None:
-            outs = [
-                b.value(v.aval, None if r is None else r.nodes, op)
-                for v, r in zip(op.eqn.outvars, results, strict=True)
-            ]
-        for out, result in zip(outs, results, strict=True):
+        for out, result in zip(outs, b.run_body(Frame(jaxpr, op), inner), strict=True):
             b.alias(out, result, op)
-    assert outs is not None
     return outs
 
 
@@ -520,10 +501,7 @@ def _rename(b: Builder, op: Op) -> list[Value]:
 def _place(b: Builder, op: Op) -> list[Value]:
     """The result of an op that sets the spec of its operand."""
     out = b.value(op.eqn.outvars[0].aval, None if op.ins[0] is None else op.ins[0].nodes, op)
-    if op.eqn.primitive is place_p:
-        out.explicit = op.eqn.params["spec"]
-    else:
-        out.explicit = constraint_spec(op.eqn)
+    out.explicit = op.eqn.params["spec"] if op.eqn.primitive is place_p else constraint_spec(op.eqn)
     return [out]
 
 

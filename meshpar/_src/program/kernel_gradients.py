@@ -8,8 +8,9 @@ size, so that residuals are sharded as operands are. If the factors don't follow
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,20 +123,15 @@ def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardB
         return None
     pulled, residuals = traced
     notation = kernel.notation
-    float_outs = [_inexact(y) for y in jax.tree.leaves(kernel.shapes(*avals))]
-    cotangents = tuple(d for d, f in zip(notation.outs, float_outs, strict=True) if f)
+    cotangents = tuple(itertools.compress(notation.outs, map(_inexact, jax.tree.leaves(kernel.shapes(*avals)))))
     dims_of = {"operand": notation.ins, "result": notation.outs, "residual": residuals}
-    saved = tuple(
-        dict.fromkeys(
-            [s for s in pulled.sources if s[0] != "recomputed"] + [("operand", i) for i in pulled.recomputed_from]
-        )
-    )
-    known = {
-        f for dims in (*(dims_of[w][i] for w, i in saved), *cotangents) for dim in dims if len(dim) == 1 for f in dim
-    }
+    recomputed_from = [("operand", i) for i in pulled.recomputed_from]
+    saved = list(dict.fromkeys([*(s for s in pulled.sources if s[0] != "recomputed"), *recomputed_from]))
+    arrays = (*(dims_of[w][i] for w, i in saved), *cotangents)
+    known = {f for dims in arrays for dim in dims if len(dim) == 1 for f in dim}
     for i, operand in enumerate(notation.ins):  # operands without which a device does not know the size of a factor
         if ("operand", i) not in saved and not {f for dim in operand for f in dim} <= known:
-            saved = (*saved, ("operand", i))
+            saved.append(("operand", i))
 
     def back(*args: Any) -> list[Any]:
         """(*residuals, *cotangents) → the cotangents of the float operands, on global arrays or on the shards of one
@@ -161,18 +157,12 @@ def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardB
         leaves = jax.tree.leaves(pull)
         return [*results, *(x for x, (which, _) in zip(leaves, pulled.sources, strict=True) if which == "residual")]
 
-    backward = Kernel(
-        back,
-        Notation(
-            f"{notation.text} (backward)",
-            (*(dims_of[w][i] for w, i in saved), *cotangents),
-            tuple(d for d, x in zip(notation.ins, avals, strict=True) if _inexact(x)),
-            notation.marks,
-        ),
-        None, None, f"{kernel.name} backward",
-    )  # fmt: skip
-    both = Notation(notation.text, notation.ins, (*notation.outs, *residuals), notation.marks)
-    return ForwardBackward(Kernel(forward, both, None, None, kernel.name), backward, len(notation.outs), saved, avals)
+    ins = (*(dims_of[w][i] for w, i in saved), *cotangents)
+    rule = _backward_rule(notation, ins, map(_inexact, avals))
+    backward = Kernel(back, rule, None, None, f"{kernel.name} backward")
+    both = replace(notation, outs=(*notation.outs, *residuals))
+    forward_kernel = Kernel(forward, both, None, None, kernel.name)
+    return ForwardBackward(forward_kernel, backward, len(notation.outs), tuple(saved), avals)
 
 
 def _pull(fn: Callable[..., Any], xs: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -311,7 +301,7 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
     cotangent of an operand that is replicated over them is partial over them.
     """
     notation, n = kernel.notation, len(kernel.notation.ins)
-    cotangents = tuple(dims for dims, f in zip(notation.outs, float_outs, strict=True) if f)
+    cotangents = tuple(itertools.compress(notation.outs, float_outs))
     own = [f for f in notation.marks if notation.kind(f) == "permutation"]
 
     def local(*args: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
@@ -342,15 +332,19 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
 
     return Kernel(
         lambda *args: _vjp(kernel.fn, args[:n], args[n:]),
-        Notation(
-            f"{notation.text} (backward)",
-            (*notation.ins, *cotangents),
-            tuple(dims for dims, f in zip(notation.ins, floats, strict=True) if f),
-            notation.marks,
-        ),
-        local, None if kernel.sends is None else sends, f"{kernel.name} backward", permutation_partial=True,
-        works=None if kernel.works is None else works,
-    )  # fmt: skip
+        _backward_rule(notation, (*notation.ins, *cotangents), floats),
+        local,
+        kernel.sends and sends,
+        f"{kernel.name} backward",
+        permutation_partial=True,
+        works=kernel.works and works,
+    )
+
+
+def _backward_rule(notation: Notation, ins: tuple[Dims, ...], floats: Iterable[bool]) -> Notation:
+    """The rule of a backward pass with these operands, whose results are the cotangents of floating-point operands."""
+    outs = tuple(itertools.compress(notation.ins, floats))
+    return replace(notation, text=f"{notation.text} (backward)", ins=ins, outs=outs)
 
 
 def _transposed(s: KernelSend, parts: ShardCounts) -> KernelSend:

@@ -159,10 +159,9 @@ def parse_rule(text: str) -> Notation:
                 m = _NAME.match(word)
                 if m is None or m[1] == "_":
                     raise bad(f"{word!r} is not a dim")
-                if marks.setdefault(m[1], m[2]) != m[2]:
-                    if m[2] and marks[m[1]]:
-                        raise bad(f"`{m[1]}` is marked in two ways")
-                    marks[m[1]] = marks[m[1]] or m[2]  # a mark in one array holds for all
+                marks[m[1]] = marks.get(m[1]) or m[2]  # a mark in one array holds for all
+                if m[2] and marks[m[1]] != m[2]:
+                    raise bad(f"`{m[1]}` is marked in two ways")
                 if any(m[1] in other for other in (*out, factors)):
                     raise bad(f"`{m[1]}` occurs twice in one array")
                 factors.append(m[1])
@@ -272,13 +271,8 @@ class Kernel:
         """The factor rule for operands of these shapes."""
         sizes = self.sizes(shapes, out_shapes)
         index = {f: i for i, f in enumerate(sizes)}
-        r = OpRule(
-            [],
-            [],
-            list(sizes.values()),
-            [self.notation.kind(f) for f in sizes],
-            permutation_partial=self.permutation_partial,
-        )
+        r = OpRule([], [], list(sizes.values()), list(map(self.notation.kind, sizes)))
+        r.permutation_partial = self.permutation_partial
 
         def dims(array: Dims, shape: Sequence[int]) -> tuple[Factors, ...]:
             return tuple(
@@ -330,7 +324,7 @@ class Kernel:
 
     def batched(self, where: Sequence[int | None]) -> Kernel:
         """The kernel under ``jax.vmap``, with one more dim in operands at ``where`` (None: not batched) and first in results."""
-        name = next(f"{word}" for word in ("vmap", *(f"vmap{i}" for i in range(99))) if word not in self.notation.marks)
+        name = next(word for word in ("vmap", *(f"vmap{i}" for i in range(99))) if word not in self.notation.marks)
         ins = tuple(
             dims if d is None else (*dims[:d], (name,), *dims[d:])
             for dims, d in zip(self.notation.ins, where, strict=True)

@@ -206,8 +206,8 @@ class Unifier:
 
     # -- weak joins
 
-    def _weak_find(self, atom: int) -> int:
-        """The root of the weak class of an atom, which is made if it has none."""
+    def weak_root(self, atom: int) -> int:
+        """The root of the weak class of an atom, which is made if it has none: equal for two dims of one factor of an op."""
         atom = self.find(atom)
         parent = self.weak_parent
         if atom not in parent:
@@ -219,15 +219,11 @@ class Unifier:
             parent[atom] = atom = parent[parent[atom]]
         return atom
 
-    def weak_root(self, n: int) -> int:
-        """The weak class of a node: equal for two dims of one factor of an op."""
-        return self._weak_find(n)
-
     def _weak_divide(self, n: int, parts: tuple[int, int]) -> None:
         """Give the sub-dims of an atom to all atoms of its weak class."""
         if n not in self.weak_parent:
             return
-        for m in {self.find(m) for m in self.weak_members[self._weak_find(n)]}:
+        for m in {self.find(m) for m in self.weak_members[self.weak_root(n)]}:
             if m not in self.split and self.size[m] == self.size[n]:
                 others = self._divide(m, self.size[parts[0]], spread=False)
                 for own, other in zip(parts, others, strict=True):
@@ -239,7 +235,7 @@ class Unifier:
 
     def weak_class(self, atom: int) -> list[int]:
         """The members of the weak class of an atom."""
-        return self.weak_members[self._weak_find(atom)]
+        return self.weak_members[self.weak_root(atom)]
 
     def names_in(self, members: Iterable[int], inherited: bool = False) -> dict[str, str]:
         """name → origin, of the strong classes of some nodes; ``inherited``: the names that they inherit."""
@@ -255,7 +251,7 @@ class Unifier:
 
         ``where`` is the op that joins them, for reports.
         """
-        ra, rb = self._weak_find(a), self._weak_find(b)
+        ra, rb = self.weak_root(a), self.weak_root(b)
         if ra == rb:
             return True
         if not self.weak_occurs[ra].isdisjoint(self.weak_occurs[rb]):
@@ -297,13 +293,13 @@ class Unifier:
 
     def _tie_atoms(self, x: int, y: int, where: object) -> bool:
         """Join two atoms weakly; if one is primed, with the dim that it was primed for."""
-        rx, ry = self._weak_find(x), self._weak_find(y)
+        rx, ry = self.weak_root(x), self.weak_root(y)
         if rx == ry:
             return True
         for a, b in ((rx, ry), (ry, rx)):
             base = self.prime_of.get(a)
             if base is not None and b not in self.prime_of:
-                base = self._weak_find(base)
+                base = self.weak_root(base)
                 if base == b:
                     return True
                 if self.weak_occurs[base].isdisjoint(self.weak_occurs[b]):
@@ -334,7 +330,7 @@ class Unifier:
             by_dim: dict[int, list[DimSlice]] = {}
             for p in slices:
                 if len(self.atoms(p.full)) == 1:
-                    by_dim.setdefault(self._weak_find(p.full), []).append(p)
+                    by_dim.setdefault(self.weak_root(p.full), []).append(p)
             done: set[DimSlice] = set()
             for full, own in by_dim.items():
                 names = {p: self._leading_names(p.part) for p in own}
@@ -419,12 +415,12 @@ class Unifier:
             own = self.names.get(r)
             if own:
                 parts = ((tuple(own), self.size[r]),)
-            elif r in self.split and (names := self._weak_names.get(self._weak_find(r))):
+            elif r in self.split and (names := self._weak_names.get(self.weak_root(r))):
                 parts = ((names, self.size[r]),)
             elif r in self.split:
                 parts = tuple(p for child in self.split[r] for p in self.sub_dims_of(child))
             else:
-                w = self._weak_find(r)
+                w = self.weak_root(r)
                 names = self._weak_names.get(w) or tuple(self.inherited.get(r, ()))
                 names = names or self._primed(w) or self._weak_inherited.get(w, ())
                 parts = ((names, self.size[r]),)
@@ -437,7 +433,7 @@ class Unifier:
         base = self.prime_of.get(w)
         if base is None:
             return ()
-        base = self._weak_find(base)
+        base = self.weak_root(base)
         if base == w:
             return ()
         names = self._weak_names.get(base) or self._weak_inherited.get(base) or ()

@@ -7,7 +7,6 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import meshpar as mp
-from meshpar._src.program.pipeline import SCHEDULES
 from meshpar.errors import MeshparError
 
 LAYERS, EMBED = 8, 8
@@ -75,8 +74,10 @@ def selecting(h, w):
 
 CASES = {
     "layers that the stages do not divide": (accumulating(layer), "stage=3", "layers: stage", ["of size 8", "stage=3"], "6 or 9"),
-    "rounds that do not divide": (accumulating(layer), "stage=2", "layers: stage*3", ["8 layers", "2 stages of 3"], "1, 2 or 4"),
-    "microbatches in rounds": (accumulating(layer, 2), "stage=4", "layers: stage*2", ["2 microbatches"], "multiple of 4"),
+    "rounds that do not divide": (accumulating(layer), "stage=2", "layers: stage*3", ["8 layers", "2 stages of 3"],
+     "8 layers in 2 stages allow 1, 2 or 4 rounds; make the number of layers a multiple of 6: 6"),
+    "microbatches in rounds": (accumulating(layer, 2), "stage=4", "layers: stage*2", ["2 microbatches", "4 stages in 2 rounds"],
+     "a multiple of 4: 4"),
     "a chain of microbatches": (chained, "stage=2", "layers: stage", ["iteration before"], "accumulate_gradients"),
     "residuals in host memory": (accumulating(offloading), "stage=2", "layers: stage", ["float32<host>"], "saves in device memory"),
     "rounds of a stack in host memory": (hosted, "stage=2", "layers: stage*2", ["an operand float32<host>[8,8,8]"], "one round"),
@@ -97,16 +98,14 @@ def test_the_facts_and_the_fix(name):
     assert (error.dims or "").startswith("layers embed")
     assert "test_errors.py" in (error.source or "") or "stages do not divide" in name  # an error about the argument
     assert all(text in error.headline for text in texts)
-    assert any(fix in text for text in error.fixes)
+    assert fix in "; ".join(error.fixes)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1f1b-overlap", "zb"])
 def test_a_stack_in_host_memory(schedule):
     """With one round, each stage reads its own slice of it."""
-    args = (
-        {"w": np.eye(LAYERS, EMBED * EMBED, dtype=np.float32).reshape(LAYERS, EMBED, EMBED)},
-        np.ones((16, EMBED), np.float32),
-    )
+    w = np.eye(LAYERS, EMBED * EMBED, dtype=np.float32).reshape(LAYERS, EMBED, EMBED)
+    args = {"w": w}, np.ones((16, EMBED), np.float32)
     step = mp.jit(hosted, mesh="stage=2, data=2", layout="batch: data; layers: stage", dims=DIMS, schedule=schedule)
     assert step.plan(*args).pipeline is not None
     np.testing.assert_allclose(step(*args)["w"], jax.jit(hosted)(*args)["w"], rtol=1e-5, atol=1e-7)

@@ -11,6 +11,7 @@ from meshpar._src.program import pipeline
 from meshpar.errors import UnsupportedError
 
 LAYERS, EMBED, MICRO = 4, 16, 4
+KERNEL = (LAYERS, EMBED, EMBED)
 DIMS = {"params/*": "layers embed _", "x": "batch embed"}
 
 
@@ -52,33 +53,20 @@ def plain_arguments():
 
 def arguments():
     r = np.random.default_rng(0)
-    params = {"kernel": r.normal(size=(LAYERS, EMBED, EMBED)) / 4, "scale": 1 + r.normal(size=(LAYERS, EMBED, 1)) / 4}
+    params = {"kernel": r.normal(size=KERNEL) / 4, "scale": 1 + r.normal(size=(LAYERS, EMBED, 1)) / 4}
     return jax.tree.map(np.float32, (params, r.normal(size=(16, EMBED))))
 
 
-def program():
-    return mp.plan(step, *arguments(), mesh="stage=2, data=2", layout="batch: data; layers: stage", dims=DIMS).program
-
-
-def test_weights_that_layers_only_cast_are_cast_once():
-    ops = list(program().root.walk_counted())
-    casts = [n for op, n in ops if op.primitive.family == "cast" and op.outs[0].shape == (LAYERS, EMBED, EMBED)]
-    assert casts == [1]
-
-
-def test_no_number_changes(monkeypatch):
-    args = jax.tree.leaves(arguments())
-    cast = jax.jit(jaxpr_as_fun(program().closed))(*args)
-    monkeypatch.setattr(pipeline, "cast_stacks", lambda *_: None)
-    jax.tree.map(np.testing.assert_array_equal, cast, jax.jit(jaxpr_as_fun(program().closed))(*args))
-
-
-def test_on_devices():
+def test_weights_that_layers_only_cast_are_cast_once_and_no_number_changes(monkeypatch):
     args = arguments()
-    mesh = mp.mesh("stage=2, data=2, idle=2")
-    sharded = mp.jit(step, mesh=mesh, layout="batch: data; layers: stage", dims=DIMS, lowering="shard_map")
-    for a, b in zip(jax.tree.leaves(sharded(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-2)
+    where = {"mesh": "stage=2, data=2", "layout": "batch: data; layers: stage", "dims": DIMS}
+    cast = mp.plan(step, *args, **where).program
+    stacks = [n for op, n in cast.root.walk_counted() if op.primitive.family == "cast" and op.outs[0].shape == KERNEL]
+    assert stacks == [1]
+    monkeypatch.setattr(pipeline, "cast_stacks", lambda *_: None)
+    uncast = mp.plan(step, *args, **where).program
+    results = (jax.jit(jaxpr_as_fun(p.closed))(*jax.tree.leaves(args)) for p in (cast, uncast))
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 FSDP = {"mesh": "stage=2, data=2, idle=2", "layout": "batch: data; embed: data; layers: stage", "dims": PLAIN_DIMS}
@@ -108,13 +96,7 @@ def test_gathered_by_time_and_memory(embed, topology, gather):
     shapes = {"up": (LAYERS, embed, 4 * embed), "down": (LAYERS, 4 * embed, embed)}
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     args = params, jax.ShapeDtypeStruct((64, embed), np.float32)
-    how = {
-        "mesh": "stage=2, data=4",
-        "layout": FSDP["layout"],
-        "dims": PLAIN_DIMS,
-        "topology": topology,
-        "donate_argnums": 0,
-    }
+    how = {**FSDP, "mesh": "stage=2, data=4", "topology": topology, "donate_argnums": 0}
     auto, once, each = (mp.plan(plain, *args, **how, gather=choice) for choice in ("auto", "step", "microbatch"))
     assert auto.pipeline.gather == gather
     chosen, other = (once, each) if gather == "step" else (each, once)
@@ -125,14 +107,11 @@ def test_gathered_by_time_and_memory(embed, topology, gather):
     assert auto.replan().gather == "auto"
 
 
-@pytest.mark.parametrize(("lowering", "rounds"), [("jit", 1), ("shard_map", 2)])
-def test_gathering_once_changes_no_result(lowering, rounds):
-    with jax.enable_x64(True):
-        args = plain_arguments()
-        mesh, layout = mp.mesh(FSDP["mesh"]), f"{FSDP['layout']}*{rounds}"
-        sharded = mp.jit(plain, mesh=mesh, layout=layout, dims=PLAIN_DIMS, lowering=lowering, gather="step")
-        for a, b in zip(jax.tree.leaves(sharded(*args)), jax.tree.leaves(jax.jit(plain)(*args)), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+def test_gathering_once_changes_no_result(x64):
+    args, how = plain_arguments(), {**FSDP, "layout": f"{FSDP['layout']}*2"}
+    sharded = mp.jit(plain, lowering="shard_map", gather="step", **how)
+    for a, b in zip(jax.tree.leaves(sharded(*args)), jax.tree.leaves(jax.jit(plain)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
 
 
 def test_an_unknown_gather():

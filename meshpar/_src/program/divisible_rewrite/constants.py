@@ -21,9 +21,8 @@ MAX_USES = 4
 MAX_ELEMENTS = 1 << 20
 """Larger values are not evaluated."""
 
-_EVALUATED = ELEMENTWISE | {
-    "broadcast_in_dim", "reshape", "squeeze", "iota", "concatenate", "slice", "rev", "transpose", "name_dims",
-}  # fmt: skip
+_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "iota", "concatenate", "slice", "rev", "transpose", "name_dims")
+_EVALUATED = ELEMENTWISE | set(_MOVES)
 
 
 class Constants:

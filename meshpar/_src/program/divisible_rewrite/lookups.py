@@ -62,17 +62,10 @@ def constant_gather(site: Site) -> bool:
 
     Program: a sequence in the zigzag order of balanced causal attention.
     """
-    p, dn = site.params, site.params["dimension_numbers"]
-    if len(dn.start_index_map) != 1 or dn.operand_batching_dims:
+    d = _dim_of_rows(site)
+    if d is None or (d not in site.indexed(0).indices and site.shards(site.op.ins[0], d) == 1):
         return False
-    (d,), shape = dn.start_index_map, site.shape(0)
-    other_dims = tuple(k for k in range(len(shape)) if k != d)
-    one_slice = (*shape[:d], 1, *shape[d + 1 :])
-    if dn.collapsed_slice_dims != (d,) or tuple(p["slice_sizes"]) != one_slice or dn.offset_dims != other_dims:
-        return False
-    if d not in site.indexed(0).indices and site.shards(site.op.ins[0], d) == 1:
-        return False
-    table = site.rewriter.constants.lookup_table(site.op.ins[1], site.op.eqn.invars[1], shape[d], p["mode"])
+    table = _constant_indices(site, d)
     return table is not None and define_indexed(site, 0, {d: table}, site.copies()(0), composed=True)
 
 
@@ -81,27 +74,36 @@ def constant_scatter_add(site: Site) -> bool:
 
     Program: the gradient of a sequence in zigzag order.
     """
-    p, dn = site.params, site.params["dimension_numbers"]
-    if not site.is_zero(0) or site.is_literal(2) or dn.operand_batching_dims:
+    d = _dim_of_rows(site)
+    if d is None or not site.is_zero(0) or site.is_literal(2):
         return False
-    if len(dn.scatter_dims_to_operand_dims) != 1 or dn.inserted_window_dims != dn.scatter_dims_to_operand_dims:
-        return False
-    (d,), shape, updates = dn.inserted_window_dims, site.shape(0), site.shape(2)
-    count = updates[d] if len(updates) == len(shape) else 0
-    other_dims = tuple(k for k in range(len(shape)) if k != d)
-    if not count or dn.update_window_dims != other_dims or updates != (*shape[:d], count, *shape[d + 1 :]):
-        return False
-    shards, view = site.shards(site.op.outs[0], d), site.indexed(2)
-    if shards == 1 and d not in view.indices:
-        return False
-    table = site.rewriter.constants.lookup_table(site.op.ins[1], site.op.eqn.invars[1], shape[d], p["mode"])
+    size, count, shards, view = site.shape(0)[d], site.shape(2)[d], site.shards(site.op.outs[0], d), site.indexed(2)
+    table = None if shards == 1 and d not in view.indices else _constant_indices(site, d)
     if table is None or len(set(table.tolist())) < len(table):
         return False
-    inverse = np.full(shape[d], ZERO)
+    inverse = np.full(size, ZERO)
     inverse[table] = np.arange(count)
     rows = view.indices.get(d) or DimIndices(np.arange(count), 1)
     taken = DimIndices(rows.take(inverse).table, max(shards, rows.shards))
     return site.define(0, IndexedView(view.source, {**view.indices, d: taken}, site.copies()(0), True))
+
+
+def _dim_of_rows(site: Site) -> int | None:
+    """The dim d along which a lookup takes whole rows of an array, or adds rows to it: they are along dim d of the result or of
+    the updates. None for any other lookup."""
+    dims, shape = LookupDims.of(site.op.eqn), site.shape(0)
+    rows = site.out_shape if site.op.primitive.family == "gather" else site.shape(2)
+    if len(dims.indexed) != 1 or dims.collapsed != dims.indexed or dims.batch or len(rows) != len(shape):
+        return None
+    (d,) = dims.indexed
+    others = tuple(k for k in range(len(shape)) if k != d)
+    return d if dims.window == others and all(rows[k] == shape[k] for k in others) else None
+
+
+def _constant_indices(site: Site, d: int) -> np.ndarray | None:
+    """The indices of a lookup along dim d, if they are constant (:meth:`.Constants.lookup_table`)."""
+    value, atom = site.op.ins[1], site.op.eqn.invars[1]
+    return site.rewriter.constants.lookup_table(value, atom, site.shape(0)[d], site.params["mode"])
 
 
 def padded_lookup(site: Site) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -330,21 +331,14 @@ class Site:
 
     def copies(self) -> Callable[[int], Callable[[], Any]]:
         """For result k, a function that returns its atom in a copy of the op's equation, which is appended at the first call."""
-        outvars: list[Any] = []
 
-        def copy_of(k: int) -> Callable[[], Any]:
-            """A function that returns result ``k`` of a copy of the op; the copy's equation is appended by the first
-            call for any k."""
+        @functools.cache
+        def outvars() -> list[Var]:
+            made = self.rewriter.copy_eqn(self.scope, self.op.eqn)
+            self.rewriter.removable[id(self.rewriter.eqns[-1])] = False
+            return made
 
-            def copy() -> Any:
-                if not outvars:
-                    outvars.extend(self.rewriter.copy_eqn(self.scope, self.op.eqn))
-                    self.rewriter.removable[id(self.rewriter.eqns[-1])] = False
-                return outvars[k]
-
-            return copy
-
-        return copy_of
+        return lambda k: lambda: outvars()[k]
 
 
 Rewrite = Callable[[Site], bool]

@@ -26,9 +26,13 @@ MAX_CONCATENATED = 4
 
 
 def define_indexed(
-    site: Site, k: int, tables: Mapping[int, np.ndarray], copy: Callable[[], Any],
-    apply_unmapped: Callable[[Any, set[int]], Any] | None = None, composed: bool = False,
-) -> bool:  # fmt: skip
+    site: Site,
+    k: int,
+    tables: Mapping[int, np.ndarray],
+    copy: Callable[[], Any],
+    apply_unmapped: Callable[[Any, set[int]], Any] | None = None,
+    composed: bool = False,
+) -> bool:
     """Represent result k by an indexed view of operand 0, i.e. by that array and, for each changed dim, a table of its indices.
 
     Returns:

@@ -125,11 +125,19 @@ class _Split:
     rounds: int
     gathered: Gathered = ()
 
+    def rule(self, dim: str) -> str:
+        """The rule that splits a dim so, as a layout has it."""
+        return f"{dim}: {'+'.join(self.axes)}{f'*{self.rounds}' if self.rounds > 1 else ''}"
+
 
 def rewrite_pipelines(
-    program: Program, axes: ValueAxes, rules: Mapping[str, Rule], sizes: Mapping[str, int], schedule: str,
+    program: Program,
+    axes: ValueAxes,
+    rules: Mapping[str, Rule],
+    sizes: Mapping[str, int],
+    schedule: str,
     gather: str | None = None,
-) -> Program | None:  # fmt: skip
+) -> Program | None:
     """The program with its pipelines; None: no stacked dim of a layer loop is split. Results are cached by the axes of the loops.
 
     A loop whose carries are split over the same axes (``batch: data; layers: data``) is not a pipeline: its weights are gathered.
@@ -148,22 +156,17 @@ def rewrite_pipelines(
     found = []
     for i, loop in enumerate(loops):
         rule = rules.get(loop.dim)
-        over = (
-            ()
-            if rule is None
-            else tuple(a for a in axes(loop.weight)[0] or _masking(loop, rule, sizes) if sizes[a] > 1)
-        )
-        if rule is None or not over or any(a in over for v in loop.carries for entry in axes(v) for a in entry):
+        if rule is None:
+            continue
+        split = axes(loop.weight)[0]
+        if not split and rule.optional and _masked_stages(loop, rule, sizes) is not None:
+            split = rule.axes
+        over = tuple(a for a in split if sizes[a] > 1)
+        if not over or any(a in over for v in loop.carries for entry in axes(v) for a in entry):
             continue
         gathered = gathered_dims(loop, program.dims, axes) if gather == "step" else ()
         found.append(_Split(i, over, math.prod(sizes[a] for a in over), rule.rounds, gathered))
     return program.cached(_rewritten, schedule, tuple(found)) if found else None
-
-
-def _masking(loop: LayerLoop, rule: Rule, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of an optional rule that does not divide the layers, if some of them are masked; else ()."""
-    stages = _masked_stages(loop, rule, sizes) if rule.optional else None
-    return () if stages is None else rule.axes
 
 
 def _masked_stages(loop: LayerLoop, rule: Rule, sizes: Mapping[str, int]) -> Stages | None:
@@ -245,11 +248,8 @@ def _with_facts(error: UnsupportedError, program: Program, dim: str, split: _Spl
     if weight is not None:
         dims = " ".join(name or "_" for name in program.dims(weight))
         tensor = {"path": weight.path, "shape": weight.shape, "dtype": weight.aval.dtype, "dims": dims}
-    axes = "+".join(split.axes)
-    rule = f"{dim}: {axes}{f'*{split.rounds}' if split.rounds > 1 else ''}"
-    return UnsupportedError(
-        error.headline, dim=dim, axis=axes, rule=rule, source=error.source, fixes=error.fixes, **tensor
-    )
+    where: dict[str, Any] = {"dim": dim, "axis": "+".join(split.axes), "rule": split.rule(dim), "source": error.source}
+    return UnsupportedError(error.headline, fixes=error.fixes, **where, **tensor)
 
 
 def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], schedule: str) -> tuple[Any, Pipeline]:
@@ -267,7 +267,16 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
     loop, axes, count, gather = loops[0], splits[0].axes, splits[0].stages, "microbatch"
     rounds = splits[0].rounds if op is not loop.op else 1  # one microbatch has the same bubble in any number of rounds
     if any((s.axes, s.rounds) != (axes, splits[0].rounds) for s in splits):
-        raise _different_stages(loops, splits)
+        text = dict.fromkeys(f"`{s.rule(loop.dim)}`" for loop, s in zip(loops, splits, strict=True))
+        raise UnsupportedError(
+            f"a microbatch has loops over stacked layers with different stages: {', '.join(text)}",
+            dim=loop.dim,
+            source=loop.op.source,
+            fixes=[
+                "split all stacks of a microbatch over the same axes, in the same number of rounds",
+                "or shard one of them only",
+            ],
+        )
     for member in loops:
         _check(member, count, rounds)
     if op is loop.op:
@@ -286,65 +295,42 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
         if schedule == "zb" and "B" in plan.order:
             parts, order = split_backward(body, op, loops, plan.order)
             if "W" not in order:
-                raise _inseparable(loop)
+                raise UnsupportedError(
+                    f'schedule="zb": the backward pass of `{loop.dim}` has no gradients of stacked weights that could be computed '
+                    "later",
+                    dim=loop.dim,
+                    source=loop.op.source,
+                    fixes=['schedule="1f1b"'],
+                )
             plan = replace(plan, order=order)
         plan = replace(plan, reverse=tuple(eqn.params["reverse"] for eqn in body.loops))
-        run = TickLoops(op.eqn, body, plan, [part.dim for part in parts])
+        run = TickLoops(op.eqn, body, plan, parts)
     avals = [abstract_array(v.aval.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in op.eqn.invars]
     try:
         jaxpr = make_generated_jaxpr(run, *avals)
     except (NotImplementedError, ValueError) as e:
         if is_of_memories(e):  # jax.vmap turns a selection at a run-time index into a gather
-            raise UnsupportedError(
+            raise loop.unsupported(
                 f"layers whose stacked dim `{loop.dim}` is sharded select rows of an array in host memory at a run-time index: "
                 "each stage has another array, and JAX cannot select from all of them in one op",
-                dim=loop.dim,
-                source=loop.op.source,
-                fixes=[
-                    "copy the array to the device before: jax.device_put(x, jax.memory.Space.Device)",
-                    f"or do not shard `{loop.dim}`",
-                ],
+                "copy the array to the device before: jax.device_put(x, jax.memory.Space.Device)",
             ) from e
         if isinstance(e, ValueError):
             raise
-        raise UnsupportedError(
+        raise loop.unsupported(
             f"the layers cannot be a pipeline over {'+'.join(axes)}: {e}",
-            dim=loop.dim,
-            source=loop.op.source,
-            fixes=[
-                "the stages run as one jax.vmap of the layers: give the op a batching rule",
-                f"or do not shard `{loop.dim}`",
-            ],
+            "the stages run as one jax.vmap of the layers: give the op a batching rule",
         ) from e
     return jaxpr, Pipeline(loop.dim, axes, loop.op.eqn.params["length"], plan, loop.op.source, gather)
-
-
-def _different_stages(loops: Sequence[LayerLoop], splits: Sequence[_Split]) -> UnsupportedError:
-    """The error for layer loops of one microbatch that are split differently."""
-    text = [
-        f"`{loop.dim}: {'+'.join(s.axes)}{f'*{s.rounds}' if s.rounds > 1 else ''}`"
-        for loop, s in zip(loops, splits, strict=True)
-    ]
-    return UnsupportedError(
-        f"a microbatch has loops over stacked layers with different stages: {', '.join(dict.fromkeys(text))}",
-        dim=loops[0].dim,
-        source=loops[0].op.source,
-        fixes=[
-            "split all stacks of a microbatch over the same axes, in the same number of rounds",
-            "or shard one of them only",
-        ],
-    )
 
 
 def _check(loop: LayerLoop, stages: int, rounds: int) -> None:
     """Raise UnsupportedError for layers with side effects, or of a number per stage that the rounds do not divide."""
     length = loop.op.eqn.params["length"]
     if loop.op.eqn.effects:
-        raise UnsupportedError(
+        raise loop.unsupported(
             "the layers have side effects, which idle slots of a pipeline would have too",
-            dim=loop.dim,
-            source=loop.op.source,
-            fixes=["remove jax.debug.print, io_callback, … from the layers", f"or do not shard `{loop.dim}`"],
+            "remove jax.debug.print, io_callback, … from the layers",
         )
     parts = stages * rounds
     if length % stages == 0 and length % parts:
@@ -374,16 +360,6 @@ def _check_microbatches(op: Op, loop: LayerLoop, schedule: Schedule) -> None:
                 f"or one round: `{loop.dim}` without `*{schedule.rounds}`",
             ],
         )
-
-
-def _inseparable(loop: LayerLoop) -> UnsupportedError:
-    """The error for a backward pass in which no gradient of a weight can be computed later."""
-    return UnsupportedError(
-        f'schedule="zb": the backward pass of `{loop.dim}` has no gradients of stacked weights that could be computed later',
-        dim=loop.dim,
-        source=loop.op.source,
-        fixes=['schedule="1f1b"'],
-    )
 
 
 def _multiples(n: int, of: int) -> str:

@@ -6,6 +6,7 @@ import collections
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ....errors import UnsupportedError
 from ...compat.jax import pass_of
 from ...compat.loops import loop_parts
 from ...rules.rule import REDUCTIONS
@@ -30,6 +31,12 @@ class LayerLoop:
     def carries(self) -> list[Value]:
         """The carried values, as inputs of the body."""
         return loop_parts(self.op.eqn).carried(self.op.frames[0].ins())
+
+    def unsupported(self, headline: str, *fixes: str) -> UnsupportedError:
+        """The error for layers that cannot be a pipeline; ``fixes``: besides a layout without the rule for their dim."""
+        return UnsupportedError(
+            headline, dim=self.dim, source=self.op.source, fixes=[*fixes, f"or do not shard `{self.dim}`"]
+        )
 
 
 def layer_loops(program: Program) -> list[LayerLoop]:

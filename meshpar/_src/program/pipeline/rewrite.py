@@ -26,10 +26,11 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from ....errors import UnsupportedError
-from ...compat.jax import at_line_of, bind, on_host, source_line, with_weak_type, zeros
+from ...compat.jax import at_line_of, bind, on_host, with_weak_type, zeros
 from ...compat.loops import loop_parts
 from ..jaxprs import live
 from ..primitives import rename_dims_p
+from .find import LayerLoop
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, stack_of
 from .slots import RoundOfStack, Rows, Slot, Stages, Time, run_slots
@@ -90,6 +91,21 @@ class Ring:
     table: tuple[int, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """The values that the loops over ticks only read.
+
+    Attributes:
+      known: the values that all microbatches have.
+      divided: the stacked operands of layer loops, divided into stages, of all layers or of all microbatches.
+      xs: the stacked operands of the microbatch loop.
+    """
+
+    known: Mapping[Any, Any]
+    divided: Mapping[Any, Any]
+    xs: Mapping[Any, Any]
+
+
 class TickLoops:
     """The loops over ticks of one microbatch loop.
 
@@ -105,12 +121,12 @@ class TickLoops:
       rings: by variable.
     """
 
-    def __init__(self, eqn: Any, body: Body, schedule: Schedule, dims: Sequence[str]):
-        """Loops for a schedule; ``dims``: the names of the stacked dims of the loops."""
+    def __init__(self, eqn: Any, body: Body, schedule: Schedule, loops: Sequence[LayerLoop]):
+        """Loops for a schedule; ``loops``: the layer loop of the program that each loop of the body is from."""
         self.eqn, self.body, self.schedule = eqn, body, schedule
         self.stages = [
-            Stages(schedule.stages, dim, schedule.rounds, eqn.params["length"])
-            for dim, eqn in zip(dims, body.loops, strict=True)
+            Stages(schedule.stages, loop.dim, schedule.rounds, eqn.params["length"])
+            for loop, eqn in zip(loops, body.loops, strict=True)
         ]
         self.slot_times = [self._slot_time(i) for i in range(schedule.loops)]
         self.offsets = self._offsets()
@@ -119,7 +135,7 @@ class TickLoops:
         self.needs = self._needs()
         hosted = next((v for v in (*self.needs.reads, *self._selected()) if on_host(v)), None)
         if hosted is not None:
-            raise _on_host(hosted, dims[0], source_line(body.loops[0]), hosted in self.needs.reads)
+            raise _on_host(hosted, loops[0], hosted in self.needs.reads)
         self.rings = {v: self._ring(key, v) for key, v in enumerate(self.needs.reads)}
 
     # -- when
@@ -194,35 +210,28 @@ class TickLoops:
         return phases
 
     def _is_active(self, place: Place, tick: int) -> bool:
-        """Whether a segment or the slots of a loop run in a tick, with several rounds.
+        """Whether a segment or the slots of a loop run in a tick.
 
-        The first and the last segment of a training step run in some idle ticks as well, so that more periods are equal.
+        With several rounds, the first and the last segment of a training step run in some idle ticks as well, so that more periods
+        are equal.
         """
-        s, period = self.schedule, self.schedule.period
+        s = self.schedule
         if place.stacked:
             return 0 <= tick - s.starts[place.loop] < s.slots(place.loop)
-        group, within = divmod(tick - self.offsets[place.segment], period)
-        groups, idle = s.microbatches // s.stages, s.name != "gpipe" and len(self.body.loops) == 2
-        before, after = idle and place.segment == 2, idle and place.segment == 0
-        return within < s.stages and -before <= group < groups + after
+        group, within = divmod(tick - self.offsets[place.segment], s.period)
+        idle = s.rounds > 1 and s.name != "gpipe" and len(self.body.loops) == 2
+        first, stop = -(idle and place.segment == 2), s.microbatches + s.stages * (idle and place.segment == 0)
+        return within < s.stages and first <= group and group * s.stages + within < stop
 
     def runs(self, place: Place, ticks: range) -> bool:
         """Whether a segment or the slots of a loop run in a part of a phase."""
-        if self.schedule.rounds > 1:
-            return self._is_active(place, ticks.start)
-        if place.stacked:
-            start, length = self.schedule.starts[place.loop], self.schedule.slots(place.loop)
-        else:
-            start, length = self.offsets[place.segment], self.schedule.microbatches
-        return ticks.start < start + length and ticks.stop > start
+        return any(self._is_active(place, tick) for tick in ticks)
 
     def enters(self, i: int, ticks: range) -> bool:
         """Whether microbatches enter loop i in a part of a phase; else all stages continue with those that have entered."""
         start, s = self.schedule.starts[i], self.schedule
-        if s.rounds > 1:
-            last = start + s.entry(s.microbatches - 1)
-            return any((t - start) % s.period < s.stages and start <= t <= last for t in ticks)
-        return ticks.start < start + s.microbatches and ticks.stop > start
+        last = start + s.entry(s.microbatches - 1)
+        return any((t - start) % s.period < s.stages and start <= t <= last for t in ticks)
 
     # -- rings
 
@@ -324,15 +333,15 @@ class TickLoops:
                         divided[v] = rename_dims_p.bind(parts, pairs=body.gathered[v], back=False)
                 elif v in xs and v not in divided:
                     divided[v] = stages.divided(xs[v], 1)
-        state = self._first_state(inits)
+        state, operands = self._first_state(inits), _Operands(known, divided, xs)
         results: dict[int, list[Any]] = {}
         for phase in self.phases:
-            state, outs = self._run(phase, state, known, divided, xs)
+            state, outs = self._run(phase, state, operands)
             for k, out in outs.items():
                 results.setdefault(k, []).append(out)
         return [self._result(k, out, inits, known, state, results) for k, out in enumerate(body.outs)]
 
-    def _run(self, phase: Phase, state: Any, known: Any, divided: Any, xs: Any) -> tuple[Any, dict[int, Any]]:
+    def _run(self, phase: Phase, state: Any, operands: _Operands) -> tuple[Any, dict[int, Any]]:
         """Run a phase: (the state after it, results that segments make, stacked over ticks)."""
 
         def run(state: Any, start: Any) -> tuple[Any, dict[int, Any]]:
@@ -341,8 +350,7 @@ class TickLoops:
             for part in phase.parts:
                 ticks = jnp.arange(part.start, part.stop, dtype=np.int32) + start
                 changed, rest = self._changed(state, [part])
-                tick = _Tick(self, part, known, divided, xs, rest)
-                changed, outs = lax.scan(tick, changed, ticks)
+                changed, outs = lax.scan(_Tick(self, part, operands, rest), changed, ticks)
                 state = _merged(changed, rest)
                 for k, out in outs.items():
                     made.setdefault(k, []).append(out)
@@ -443,35 +451,30 @@ class TickLoops:
         return with_weak_type(jnp.asarray(value), aval.weak_type)
 
 
+@dataclass(eq=False)
 class _Tick:
     """One tick of a part of a phase, as the body of a scan: (state, tick) → (state, stacked results).
 
     Attributes:
       loops: the loops over ticks.
       ticks: the first of the ticks that the body is for.
-      known: the values that all microbatches have.
-      divided: the stacked operands of layer loops, divided into stages, of all layers or of all microbatches.
-      xs: the stacked operands of the microbatch loop.
+      operands: the values that the ticks only read.
       rest: the state that the ticks do not change.
       state, tick: of the present call.
       env: the values that this tick has made.
     """
 
-    def __init__(
-        self,
-        loops: TickLoops,
-        ticks: range,
-        known: Mapping[Any, Any],
-        divided: Mapping[Any, Any],
-        xs: Mapping[Any, Any],
-        rest: State,
-    ):
-        """A tick; the arguments are attributes of the class."""
-        self.loops, self.ticks, self.known, self.divided, self.xs, self.rest = loops, ticks, known, divided, xs, rest
-        self.body, self.schedule = loops.body, loops.schedule
-        self.state: Any = None
-        self.tick: Any = None
-        self.env: dict[Any, Any] = {}
+    loops: TickLoops
+    ticks: range
+    operands: _Operands
+    rest: State
+    state: Any = None
+    tick: Any = None
+    env: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.body, self.schedule = self.loops.body, self.loops.schedule
+        self.known, self.divided, self.xs = self.operands.known, self.operands.divided, self.operands.xs
 
     def __call__(self, state: Any, tick: Any) -> tuple[Any, dict[int, Any]]:
         """The state after a tick, and the results that are stacked."""
@@ -726,21 +729,16 @@ class _Tick:
         return stages.of_round(jnp.swapaxes(parts, 0, 1), r)
 
 
-def _on_host(var: Any, dim: str, source: str, residual: bool) -> UnsupportedError:
+def _on_host(var: Any, loop: LayerLoop, residual: bool) -> UnsupportedError:
     """The error for a value in host memory of which each stage reads another part in a tick: a residual of a layer, such as an
     offloaded one, or weights of several rounds."""
     what, part = ("a residual", "row of the residuals") if residual else ("an operand", "part of it")
-    fix = (
+    return loop.unsupported(
+        f"{what} {var.aval.str_short()} of layers whose stacked dim `{loop.dim}` is sharded is in host memory: each stage reads "
+        f"another {part} in a tick, and JAX cannot select rows of an array in host memory at different indices",
         "use a policy of jax.checkpoint that saves in device memory, or none, which recomputes the layer"
         if residual
-        else f"put it in device memory before the loop over microbatches, or use one round: `{dim}` without `*`"
-    )
-    return UnsupportedError(
-        f"{what} {var.aval.str_short()} of layers whose stacked dim `{dim}` is sharded is in host memory: each stage reads "
-        f"another {part} in a tick, and JAX cannot select rows of an array in host memory at different indices",
-        dim=dim,
-        source=source,
-        fixes=[fix, f"or do not shard `{dim}`"],
+        else f"put it in device memory before the loop over microbatches, or use one round: `{loop.dim}` without `*`",
     )
 
 

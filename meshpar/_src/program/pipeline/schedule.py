@@ -79,17 +79,12 @@ class Schedule:
 
     @property
     def period(self) -> int:
-        """Ticks from a group of K microbatches to the next one: v·K. With one round, microbatches need no groups: 1."""
-        return self.rounds * self.stages if self.rounds > 1 else 1
-
-    @property
-    def group(self) -> int:
-        """Microbatches that enter in a period: K, and 1 with one round."""
-        return self.stages if self.rounds > 1 else 1
+        """Ticks from a group of K microbatches to the next one: v·K."""
+        return self.rounds * self.stages
 
     def entry(self, microbatch: int) -> int:
         """The tick at which a microbatch enters its first loop."""
-        group, within = divmod(microbatch, self.group)
+        group, within = divmod(microbatch, self.stages)
         return group * self.period + within
 
     def passage(self, loop: int) -> int:
@@ -149,13 +144,10 @@ class Schedule:
         distance = self.starts[self.order.rindex("B")] - self.starts[first + ("R" in self.order)]
         # a slot of stage 0 in round r is stored for distance + (v·K − 1) − 2·r·K ticks after its own
         lives = [distance + self.passage(0) - 2 * r * self.stages for r in range(self.rounds)]
-        groups = range(self.period * 3) if self.rounds > 1 else range(1)
-        return min(Fraction(self.microbatches), max(self._stored(lives, tick) for tick in groups))
+        return min(Fraction(self.microbatches), max(self._stored(lives, tick) for tick in range(self.period * 3)))
 
     def _stored(self, lives: Sequence[int], tick: int) -> Fraction:
         """The microbatches stored at a tick of a long steady phase, by the ticks for which slots of each round are stored."""
-        if self.rounds == 1:
-            return Fraction(lives[0] + 1)
         count = sum(
             lives[step // self.stages % self.rounds] >= tick - step for step in range(tick - 2 * max(lives), tick + 1)
         )
@@ -163,14 +155,11 @@ class Schedule:
 
     def slot(self, loop: int, stage: int, tick: int) -> tuple[int, int] | None:
         """(microbatch, round) that a stage processes for a loop at a tick; None: it is idle."""
-        stages, rounds = self.stages, self.rounds
-        reverse = self.is_reverse(loop)
+        stages, rounds, reverse = self.stages, self.rounds, self.is_reverse(loop)
         passed = 0 if self.order[loop] == "W" else stages - 1 - stage if reverse else stage
         step = tick - self.starts[loop] - passed
         if not 0 <= step < rounds * self.microbatches:
             return None
-        if rounds == 1:
-            return step, 0
         group, within = divmod(step, self.period)
         r, first = divmod(within, stages)
         return group * stages + first, rounds - 1 - r if reverse else r

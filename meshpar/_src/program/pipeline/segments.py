@@ -75,8 +75,8 @@ class Body:
     outs: Sequence[Any]
     eqns: list[JaxprEqn]
     loops: list[Any]
-    places: dict[Any, Place]
-    accumulators: dict[int, Any]
+    places: dict[Any, Place] = field(default_factory=dict)
+    accumulators: dict[int, Any] = field(default_factory=dict)
     gathered: dict[Any, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
     def place(self, atom: Any) -> Place:
@@ -101,7 +101,8 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
     """
     (frame,), (values,) = op.frames, body_consts(op.eqn)
     names: dict[Any, Any] = {v: Literal(c, v.aval) for v, c in zip(frame.jaxpr.constvars, values, strict=True)}
-    flat = list(_inlined(frame, names, {loop.op for loop in loops}))
+    layer_ops = {loop.op for loop in loops}
+    flat = list(_inlined(frame, names, layer_ops))
     for inner, eqn in flat:
         if eqn.effects:
             raise UnsupportedError(
@@ -109,14 +110,12 @@ def divide(op: Op, loops: Sequence[LayerLoop]) -> Body:
                 source=inner.source,
                 fixes=["remove it from the loss and its layers", "or do not shard the stacked dim of the layers"],
             )
-    layer_ops = {loop.op for loop in loops}
-    consts, carries, xs = loop_parts(op.eqn).split(frame.jaxpr.invars)
     body = Body(
-        consts=consts, carries=carries, xs=xs,
+        *loop_parts(op.eqn).split(frame.jaxpr.invars),
         outs=renamed(frame.jaxpr.outvars, names),
         eqns=[eqn for inner, eqn in flat if inner not in layer_ops and eqn.outvars],
-        loops=[eqn for inner, eqn in flat if inner in layer_ops], places={}, accumulators={},
-    )  # fmt: skip
+        loops=[eqn for inner, eqn in flat if inner in layer_ops],
+    )
     _place(body, [eqn for _, eqn in flat if eqn.outvars], op, loops)
     return body
 
@@ -253,13 +252,8 @@ def _accumulators(body: Body, eqns: Sequence[Any]) -> dict[int, Any]:
 
 def _dependence(op: Op, loop: LayerLoop) -> UnsupportedError:
     """The error for layers of a microbatch that depend on the layers of the microbatch before."""
-    return UnsupportedError(
+    return loop.unsupported(
         f"the loop at {op.source or 'an unknown line'} runs layers whose stacked dim `{loop.dim}` is sharded, and each of its "
         "iterations needs results of the layers of the iteration before: its microbatches cannot be in different stages",
-        dim=loop.dim,
-        source=loop.op.source,
-        fixes=[
-            "let an iteration only add its results to the carry, as mp.train.accumulate_gradients does",
-            f"or do not shard `{loop.dim}`",
-        ],
+        "let an iteration only add its results to the carry, as mp.train.accumulate_gradients does",
     )
