@@ -8,12 +8,6 @@ import meshpar as mp
 TOLERANCE = 3e-7
 
 
-def assert_close(got, want, **tolerances):
-    """Compare the leaves of two trees as ``assert_allclose`` does."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, **tolerances)
-
-
 def largest_difference(got, expected):
     """The largest difference of two trees of arrays, relative to the largest element of each array (at least 1)."""
     pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))
@@ -40,8 +34,8 @@ def assert_same_under(layouts, fn, *args, expected, tolerance=TOLERANCE, dims=No
             assert difference <= max(tolerance, 2 * on_one), (mesh, layout, lowering, difference, on_one)
 
 
-def assert_close(got, want, rtol=2e-5, atol=2e-5):
-    """Two trees have the same number of leaves, which are close; without tolerances equal."""
+def assert_close(got, want, rtol=1e-7, atol=0.0):
+    """Two trees have the same number of leaves, which are close as in ``assert_allclose``."""
     for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
 
