@@ -10,6 +10,7 @@ says which dims of its operands and results are the same.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -233,25 +234,17 @@ class Builder:
 
     def reshape(self, a: Nodes, b: Nodes) -> None:
         """Join the dims of a reshape's operand and result: those between two common boundaries are one sequence of sub-dims."""
-        i = j = 0
-        left: list[int] = []
-        right: list[int] = []
-        pa = pb = 1
         u = self.unifier
-        while i < len(a) or j < len(b):
-            if i < len(a) and (pa <= pb or j == len(b)):
-                if a[i] != NONE:
-                    left.append(a[i])
-                    pa *= u.size[a[i]]
-                i += 1
-            else:
-                if b[j] != NONE:
-                    right.append(b[j])
-                    pb *= u.size[b[j]]
-                j += 1
-            if pa == pb and left and right:
-                u.unify_sequences(left, right)
-                left, right = [], []
+        left, right = ([n for n in nodes if n != NONE] for nodes in (a, b))
+        while left and right:
+            i = j = 1
+            while i <= len(left) and j <= len(right):
+                first, second = math.prod(u.size[n] for n in left[:i]), math.prod(u.size[n] for n in right[:j])
+                if first == second:
+                    break
+                i, j = i + (first < second), j + (first > second)
+            u.unify_sequences(left[:i], right[:j])
+            left, right = left[i:], right[j:]
 
     # -- weak joins and renames, after the pass
 

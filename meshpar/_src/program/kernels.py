@@ -366,10 +366,6 @@ class Kernel:
         )
 
 
-def _flat(*xs: Any, kernel: Kernel) -> list[Any]:
-    return jax.tree.leaves(kernel.fn(*xs))
-
-
 def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tuple[list[Any], list[int]]:
     out = kernel_p.bind(*args, kernel=kernel.batched(where))
     return out, [0] * len(out)
@@ -379,6 +375,8 @@ kernel_p.def_impl(lambda *xs, kernel: jax.tree.leaves(kernel.jitted(*xs)))
 kernel_p.def_abstract_eval(
     lambda *avals, kernel: [ShapedArray(o.shape, o.dtype) for o in jax.tree.leaves(kernel.shapes(*avals))]
 )
-mlir.register_lowering(kernel_p, mlir.lower_fun(_flat, multiple_results=True))
+mlir.register_lowering(
+    kernel_p, mlir.lower_fun(lambda *xs, kernel: jax.tree.leaves(kernel.fn(*xs)), multiple_results=True)
+)
 requires_devices(kernel_p)
 batching.primitive_batchers[kernel_p] = _batch

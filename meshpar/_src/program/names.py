@@ -67,7 +67,7 @@ class Unifier:
         self.weak_occurs: dict[int, set[int]] = {}
         self.prime_of: dict[int, int] = {}
         self.looped: set[int] = set()  # nodes that a loop runs over
-        self._cache: dict[int, tuple[SubDim, ...]] | None = None
+        self._cache: dict[int, tuple[SubDim, ...]] = {}
 
     # -- nodes
 
@@ -405,7 +405,6 @@ class Unifier:
     def sub_dims_of(self, n: int) -> tuple[SubDim, ...]:
         """(names, size) of the sub-dims of a node, major to minor; ``()`` for a dim of size 1."""
         cache = self._cache
-        assert cache is not None
         if n in cache:
             return cache[n]
         r = self.find(n)

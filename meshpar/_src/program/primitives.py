@@ -155,10 +155,6 @@ def _batch_place(args, axes, *, spec):
     return place_p.bind(x, spec=(*spec[:d], (), *spec[d:])), d
 
 
-def _batch_rename(args, axes, *, pairs, back):
-    return rename_dims_p.bind(args[0], pairs=pairs, back=back), axes[0]
-
-
 batching.primitive_batchers[name_dims_p] = _batch_named
 batching.primitive_batchers[place_p] = _batch_place
-batching.primitive_batchers[rename_dims_p] = _batch_rename
+batching.primitive_batchers[rename_dims_p] = lambda args, axes, **names: (rename_dims_p.bind(*args, **names), *axes)

@@ -67,7 +67,7 @@ class JaxprRewriter:
         """The rewritten jaxpr of a frame; None if no op of it has been rewritten."""
         outer = self.eqns, self.removable
         self.eqns, self.removable = [], {}
-        scope = Scope()
+        scope: Scope = {}
         self.append_ops(frame, scope)
         outvars = [self.read(scope, v) for v in frame.jaxpr.outvars]
         eqns, removable = self.eqns, self.removable
@@ -84,7 +84,7 @@ class JaxprRewriter:
             if op.frames:
                 self.control_flow(scope, op)
             elif not any(rewrite(Site(self, scope, op)) for rewrite in self.rewrites.get(op.name, ())):
-                self.copy_eqn(scope, op.eqn)
+                scope.update(zip(op.eqn.outvars, self.copy_eqn(scope, op.eqn), strict=True))
 
     def control_flow(self, scope: Scope, op: Op) -> None:
         """Append an op with rewritten bodies; inline a call that reads views, or has slices in its body.
@@ -95,7 +95,7 @@ class JaxprRewriter:
         eqn = op.eqn
         if op.primitive.family == "call" or (op.primitive.call and self.program.is_derived_as_traced):
             (frame,), invars = op.frames, body_operands(eqn, eqn.invars)
-            if any(v in scope.views for v in variables(invars)) or (
+            if any(isinstance(scope.get(v), View) for v in variables(invars)) or (
                 not op.recomputes and any(o.name in SLICING for o in frame.walk())
             ):
                 self.inline(scope, op, invars)
@@ -109,33 +109,23 @@ class JaxprRewriter:
         self.op = op
         if any(b is not None for b in bodies):
             eqn = replace_body(eqn, [f.jaxpr if b is None else b for f, b in zip(op.frames, bodies, strict=True)])
-        self.copy_eqn(scope, eqn)
+        scope.update(zip(eqn.outvars, self.copy_eqn(scope, eqn), strict=True))
         if eqn is not op.eqn:
             self.removable[id(self.eqns[-1])] = True
 
     def inline(self, scope: Scope, op: Op, invars: Sequence[Any]) -> None:
         """Append the rewritten equations of a call's body in place of the call."""
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
-        inner = Scope()
-        for var, const in zip(frame.jaxpr.constvars, consts, strict=True):
-            inner.atoms[var] = Literal(const, var.aval)
+        inner: Scope = {v: Literal(const, v.aval) for v, const in zip(frame.jaxpr.constvars, consts, strict=True)}
         for var, operand in zip(frame.jaxpr.invars, invars, strict=True):
-            self.alias(inner, var, scope, operand)
-            if op.recomputes:  # behind a barrier, as ControlFlow.call has it
-                if view := inner.views.get(var):
-                    inner.views[var] = replace(view, source=self.emit(lax.optimization_barrier, view.source), atom=None)
-                else:
-                    inner.atoms[var] = self.emit(lax.optimization_barrier, inner.atoms[var])
+            inner[var] = own = representation(scope, operand)
+            if op.recomputes and isinstance(own, View):  # behind a barrier, as ControlFlow.call has it
+                inner[var] = replace(own, source=self.emit(lax.optimization_barrier, own.source), atom=None)
+            elif op.recomputes:
+                inner[var] = self.emit(lax.optimization_barrier, own)
         self.append_ops(frame, inner, consts)
         for var, result in zip(op.eqn.outvars, frame.jaxpr.outvars, strict=True):
-            self.alias(scope, var, inner, result)
-
-    def alias(self, scope: Scope, var: Any, other: Scope, atom: Any) -> None:
-        """Represent a variable by the view or atom that represents ``atom`` in another scope."""
-        if not isinstance(atom, Literal) and atom in other.views:
-            scope.views[var] = other.views[atom]
-        else:
-            scope.atoms[var] = self.read(other, atom)
+            scope[var] = representation(inner, result)
 
     # -- equations
 
@@ -144,7 +134,6 @@ class JaxprRewriter:
         invars = [self.read(scope, v) for v in eqn.invars]
         outvars = [Var(v.aval) for v in eqn.outvars]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
-        scope.atoms.update(zip(eqn.outvars, outvars, strict=True))
         return outvars
 
     def append(self, eqn: Any) -> None:
@@ -171,11 +160,9 @@ class JaxprRewriter:
 
     def read(self, scope: Scope, atom: Any) -> Any:
         """The value of an atom of the program, as an atom of the rewritten jaxpr; a view is computed the first time."""
-        if isinstance(atom, Literal):
-            return atom
-        view = scope.views.get(atom)
-        if view is None:
-            return scope.atoms.get(atom, atom)
+        view = representation(scope, atom)
+        if not isinstance(view, View):
+            return view
         if view.atom is None:
             view.atom = self.compute(view, atom.aval.shape)
         return view.atom
@@ -247,7 +234,8 @@ class Site:
 
     def view(self, k: int) -> View | None:
         """The view that represents operand k, if one does."""
-        return None if self.is_literal(k) else self.scope.views.get(self.op.eqn.invars[k])
+        view = representation(self.scope, self.op.eqn.invars[k])
+        return view if isinstance(view, View) else None
 
     def indexed(self, k: int) -> IndexedView:
         """Operand k as an indexed view: of itself, with all its elements, if it is no such view."""
@@ -311,8 +299,7 @@ class Site:
 
     def define(self, k: int, by: Any) -> bool:
         """Represent result k by a view or an atom. Returns True."""
-        to = self.scope.views if isinstance(by, IndexedView | CollapsedView) else self.scope.atoms
-        to[self.op.eqn.outvars[k]] = by
+        self.scope[self.op.eqn.outvars[k]] = by
         return True
 
     def define_padded(self, atom: Any, dims: Mapping[int, PaddedDim]) -> bool:
@@ -343,6 +330,11 @@ class Site:
 
 Rewrite = Callable[[Site], bool]
 """Represents the results of an op by views or atoms, and returns True; or returns False, so that the next rewrite is tried."""
+
+
+def representation(scope: Scope, atom: Any) -> Any:
+    """The view or atom of the rewritten jaxpr that represents an atom of the program."""
+    return atom if isinstance(atom, Literal) else scope.get(atom, atom)
 
 
 def rearranged(x: Any, tables: Mapping[int, np.ndarray]) -> Any:

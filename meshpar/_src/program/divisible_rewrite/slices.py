@@ -18,7 +18,7 @@ from jax import lax
 from ...compat.jax import on_host
 from ...rules.rearrange import ANY, ZERO
 from ..ir import Value
-from .rewriter import Site, rearranged
+from .rewriter import Site, rearranged, representation
 from .views import DimIndices, IndexedView, PaddedDim
 
 MAX_CONCATENATED = 4
@@ -78,8 +78,7 @@ def split(site: Site) -> bool:
     if site.is_literal(0):
         return False
     if len(site.op.outs) == 1:
-        site.rewriter.alias(site.scope, site.op.eqn.outvars[0], site.scope, site.op.eqn.invars[0])
-        return True
+        return site.define(0, representation(site.scope, site.op.eqn.invars[0]))
     d, copies = site.params["axis"], site.copies()
     ends = np.cumsum(site.params["sizes"])
     return all(

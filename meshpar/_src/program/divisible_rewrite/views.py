@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,13 +105,8 @@ class CollapsedView:
 View = IndexedView | CollapsedView
 
 
-@dataclass(slots=True)
-class Scope:
-    """The representation of each variable of a jaxpr: a view, else an atom of the rewritten jaxpr, by default the
-    variable itself."""
-
-    atoms: dict[Any, Any] = field(default_factory=dict)
-    views: dict[Any, View] = field(default_factory=dict)
+Scope = dict[Any, Any]
+"""Variable of a jaxpr → its view, or its atom in the rewritten jaxpr; by default the variable itself."""
 
 
 def padded_dims(view: View | None) -> dict[int, PaddedDim]:

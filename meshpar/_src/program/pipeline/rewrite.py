@@ -179,22 +179,16 @@ class TickLoops:
         return self.slot_times[place.loop] if place.stacked else Time(self.offsets[place.runs.segment])
 
     def _phases(self) -> list[Phase]:
-        """The phases, in order."""
-        if self.schedule.rounds > 1:
-            return self._phases_of_rounds()
-        n, m = len(self.body.loops), self.schedule.microbatches
-        cuts = {c for i, start in enumerate(self.schedule.starts) for c in (start, start + self.schedule.slots(i))}
-        for j in range(1, max(n, 2)):  # the last segment of a training step is small: it runs in idle ticks as well
-            cuts |= {self.offsets[j], self.offsets[j] + m}
-        ordered = sorted(cuts)
-        return [Phase((range(a, b),)) for a, b in itertools.pairwise(ordered)]
+        """The phases, in order; with several rounds, equal periods are repeated.
 
-    def _phases_of_rounds(self) -> list[Phase]:
-        """The phases, with several rounds: equal periods are repeated."""
-        period = self.schedule.period
-        end = max(self.schedule.ticks, self.offsets[-1] + self.schedule.entry(self.schedule.microbatches - 1) + 1)
-        first = self.offsets[0]
-        active = [tuple(self._is_active(p, t) for p in self.places) for t in range(first, end)]
+        With one round, the first and the last segment of a training step, which are small, run in idle ticks as well.
+        """
+        s, watched, period = self.schedule, self.places, self.schedule.period
+        first, end = self.offsets[0], max(s.ticks, self.offsets[-1] + s.entry(s.microbatches - 1) + 1)
+        if s.rounds == 1:
+            last = max(len(self.body.loops), 2)
+            watched, period = [p for p in watched if p.stacked or 0 < p.segment < last], end
+        active = [tuple(self._is_active(p, t) for p in watched) for t in range(first, end)]
         edges = [0, *(i for i in range(1, len(active)) if active[i] != active[i - 1]), len(active)]
         phases: list[Phase] = []
         done = 0
