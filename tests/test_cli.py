@@ -348,7 +348,8 @@ def test_a_check_that_fails_has_status_one(run, monkeypatch):
     status, out, _ = run("check small --layout dp")
     assert status == 1
     assert raised == [False]  # differences are in the report
-    assert "DIFFERS" in out
+    assert out.splitlines()[0].startswith("✗ 1 of 2 runs equal")
+    assert [line[0] for line in out.splitlines()[1:3]] == ["✓", "✗"]
 
 
 def test_compile_for_as_many_cpus_as_the_mesh_has(run, monkeypatch, tmp_path):

@@ -70,6 +70,8 @@ class Row:
     rounding_path: str = ""
 
 
+MAX_COMPONENTS = 3
+"""Components of the path of a leaf in a line, the last ones."""
 MAX_ROUNDING_PATHS = 8
 """Paths of leaves that differ by rounding in a printed report."""
 
@@ -94,17 +96,24 @@ class Report:
         return bool(self.rows) and all(r.error is None for r in self.rows)
 
     def __str__(self) -> str:
-        """The report as a table with one line per run, followed by the errors in full."""
-        cells = [("layout", "mesh", "lowering", "leaves", "rounding", "largest difference", "in leaf", "result")]
+        """The result, a line per run, and the errors in full: ``✓ data=4  batch: data  1.2e-07 in nu/up``."""
+        lowerings = len({r.lowering for r in self.rows}) > 1
+        cells = []
         for r in self.rows:
-            verdict = "equal" if r.error is None else "DIFFERS"
-            counts = str(r.leaves), f"{len(r.explained)} ({r.rounding:.1e})" if r.explained else ""
-            cells.append((r.layout or UNSHARDED, r.mesh, r.lowering, *counts, f"{r.difference:.1e}", r.path, verdict))
-        cells += [(layout or UNSHARDED, mesh, "", "", "", "", "", "skipped") for mesh, layout, _ in self.skipped]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+            rounded = f", {len(r.explained)} of {r.leaves} leaves by rounding ({r.rounding:.1e})" if r.explained else ""
+            leaf = (
+                f"{r.difference:.1e} in {'/'.join(r.path.split('/')[-MAX_COMPONENTS:])}"
+                if r.difference
+                else "no difference"
+            )
+            mark = "✓" if r.error is None else "✗"
+            cells.append((mark, r.mesh, r.layout or UNSHARDED, r.lowering if lowerings else "", leaf + rounded))
+        cells += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)] if cells else []
+        rows = [[c.ljust(w) for c, w in zip(row, widths, strict=True) if w] for row in cells]
+        lines = [f"{mark} {'  '.join(row).rstrip()}" for mark, *row in rows]
         bad = sum(r.error is not None for r in self.rows)
-        runs = f"{len(self.rows) - bad} of {len(self.rows)} runs equal to the unsharded one"
+        runs = f"{'✗' if bad or not self.rows else '✓'} {len(self.rows) - bad} of {len(self.rows)} runs equal to the unsharded one"
         head = f"{runs}, to {self.tolerance:g} of each leaf's largest value"
         if any(r.explained for r in self.rows):
             head += ", or up to rounding"
