@@ -271,7 +271,7 @@ class Kernel:
         """The factor rule for operands of these shapes."""
         sizes = self.sizes(shapes, out_shapes)
         index = {f: i for i, f in enumerate(sizes)}
-        r = OpRule([], [], list(sizes.values()), list(map(self.notation.kind, sizes)))
+        r = OpRule([], [], list(sizes.values()), [self.notation.kind(f) for f in sizes])
         r.permutation_partial = self.permutation_partial
 
         def dims(array: Dims, shape: Sequence[int]) -> tuple[Factors, ...]:
