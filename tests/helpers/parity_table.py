@@ -574,9 +574,15 @@ def error_cases() -> Iterator[Case]:
     reached = Call("array", (x,)), Call("numpy", (ARRAYS["numpy"],)), Call("by name", (), {"x": x})
     for name, fn in BAD.items():
         yield Case(f"error {name}", lambda x, fn=fn: fn(x), reached)
-    wrong: list[Make] = [lambda: "text", object, lambda: np.array([object()]), lambda: {1, 2}, lambda: len]
+    wrong: dict[str, Make] = {
+        "text": lambda: "text",
+        "object": object,
+        "array of objects": lambda: np.array([object()]),
+        "set": lambda: {1, 2},
+        "function": lambda: len,
+    }
     calls = Call("none"), Call("two", (x, x)), Call("unknown name", (x,), {"y": x})
-    yield Case("error of a call", lambda x: x * 2, calls + tuple(Call(str(make()), (make,)) for make in wrong))
+    yield Case("error of a call", lambda x: x * 2, calls + tuple(Call(n, (make,)) for n, make in wrong.items()))
 
 
 GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
