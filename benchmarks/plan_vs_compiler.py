@@ -104,7 +104,7 @@ def stage_bytes(c: Collective, plan: Plan) -> list[float]:
     if c.algorithm in ("native", "all_reduce") or c.op == "collective-permute":
         return [c.bytes]
     group = math.prod(s.size for s in stages)
-    return ALGORITHMS[c.algorithm].bytes(c.op, c.bytes * group / (group - 1), stages)
+    return [sent for _, sent in ALGORITHMS[c.algorithm]._phase_bytes(c.op, c.bytes * group / (group - 1), stages)]
 
 
 def compiled_sends(collectives: Iterable[HloCollective], sizes: Mapping[str, int]) -> Counter[Sent]:

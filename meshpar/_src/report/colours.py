@@ -15,14 +15,8 @@ from .tables import Cell
 PALETTE = ("#4a90e2", "#d9782d", "#27a17a", "#d0578f", "#8f74e0", "#a08c1e")
 """Legible on light and dark backgrounds, in the order of the classes ``c0``, ``c1``, … of pages; further axes reuse them."""
 
-KNOWN = {
-    **dict.fromkeys(("data", "dp", "fsdp"), 0),
-    **dict.fromkeys(("model", "tp", "tensor"), 1),
-    **dict.fromkeys(("stage", "pp"), 2),
-    **dict.fromkeys(("expert", "ep"), 3),
-    **dict.fromkeys(("context", "cp", "seq"), 4),
-    **dict.fromkeys(("replica", "slice"), 5),
-}
+_USUAL = ("data dp fsdp", "model tp tensor", "stage pp", "expert ep", "context cp seq", "replica slice")
+KNOWN = {axis: k for k, axes in enumerate(_USUAL) for axis in axes.split()}
 """Usual names of axes → positions in the palette; others have one by a hash of the name."""
 
 
