@@ -10,6 +10,8 @@ from typing import Any
 
 from meshpar._src.cost.memory import memory_of
 from meshpar._src.hardware.algorithms import ALGORITHMS
+from meshpar._src.hardware.collective_ops import wire_bytes
+from meshpar._src.hardware.topology import joined
 from meshpar._src.plan.collectives import Collective
 from meshpar._src.plan.plan import Plan
 from meshpar._src.verify.aot import Compiled
@@ -104,7 +106,13 @@ def stage_bytes(c: Collective, plan: Plan) -> list[float]:
     if c.algorithm in ("native", "all_reduce") or c.op == "collective-permute":
         return [c.bytes]
     group = math.prod(s.size for s in stages)
-    return [sent for _, sent in ALGORITHMS[c.algorithm]._phase_bytes(c.op, c.bytes * group / (group - 1), stages)]
+    volume, sent = c.bytes * group / (group - 1), []
+    stages = [s for s, _ in joined(stages)]
+    for indices in ALGORITHMS[c.algorithm].phases([s.between for s in stages]):
+        size = math.prod(stages[k].size for k in indices)
+        sent.append(wire_bytes(c.op, volume, size))
+        volume /= size
+    return sent
 
 
 def compiled_sends(collectives: Iterable[HloCollective], sizes: Mapping[str, int]) -> Counter[Sent]:
