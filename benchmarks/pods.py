@@ -76,13 +76,13 @@ import time
 import meshpar as mp
 mp.distributed()
 from llama import llama3_70b
-from meshpar._src.pods.agree import agree, program_lines
+from meshpar._src.pods.agree import agree
 step, arguments, dims = llama3_70b()
 plan = mp.plan(step, *arguments, mesh="data=64, model=8", topology="v5p:8x8x8", layout={LARGE!r}, dims=dims)
 for round in range(3):
     began = time.perf_counter()
-    agree("step", {{"program": lambda: program_lines(plan.program.closed), "layout": lambda: [str(plan.layout)],
-                    "devices": lambda: [", ".join(map(str, range(512)))]}})
+    agree("step", {{"program": str(plan.program.closed.jaxpr).splitlines(), "layout": [str(plan.layout)],
+                    "devices": [", ".join(map(str, range(512)))]}}, {{}})
     print("took", time.perf_counter() - began, flush=True)
 """
     times = [float(t) for t in re.findall(r"took (\S+)", _launched(script, 4))]

@@ -261,7 +261,8 @@ class Session:
             return self
         if self.renamed is None or not self.patterns:
             raise TargetError(
-                f"`{names}`: the dims of this target have names of their own, which the lab does not change"
+                f"`{names}`: the dims of this target have names of their own, which the lab does not change",
+                fixes=["change them in the target's dims=, metadata or names="],
             )
         return self._of_names(names)
 

@@ -101,11 +101,8 @@ class Report:
         cells = []
         for r in self.rows:
             rounded = f", {len(r.explained)} of {r.leaves} leaves by rounding ({r.rounding:.1e})" if r.explained else ""
-            leaf = (
-                f"{r.difference:.1e} in {'/'.join(r.path.split('/')[-MAX_COMPONENTS:])}"
-                if r.difference
-                else "no difference"
-            )
+            place = "/".join(r.path.split("/")[-MAX_COMPONENTS:])
+            leaf = f"{r.difference:.1e} in {place}" if r.difference else "no difference"
             mark = "✓" if r.error is None else "✗"
             cells.append((mark, r.mesh, r.layout or UNSHARDED, r.lowering if lowerings else "", leaf + rounded))
         cells += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
