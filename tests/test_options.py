@@ -115,14 +115,14 @@ def test_flags_are_those_of_the_fields():
     parser = argparse.ArgumentParser()
     add_flags(parser.add_argument, StepOptions)
     words = "--lowering jit --schedule gpipe --gather step --donate state --donate batch --strict --options off".split()
-    words += ["--calibration", "here.json"]
+    words += ["--calibration", "here.json", "--names", "a=b"]
     assert given_flags(parser.parse_args(words), StepOptions) == {
-        "lowering": "jit", "overlap": None, "schedule": "gpipe", "gather": "step", "strict": True,
+        "names": {"a": "b"}, "lowering": "jit", "overlap": None, "schedule": "gpipe", "gather": "step", "strict": True,
         "donate_argnames": ["state", "batch"],
         "options": "off", "calibration": "here.json",
     }  # fmt: skip
     fewer = argparse.ArgumentParser()
     add_flags(fewer.add_argument, StepOptions, without=["calibration", "overlap"])
     assert given_flags(fewer.parse_args([]), StepOptions) == {
-        "lowering": "auto", "schedule": "1f1b", "gather": None, "strict": False, "donate_argnames": None, "options": "auto",
+        "names": None, "lowering": "auto", "schedule": "1f1b", "gather": None, "strict": False, "donate_argnames": None, "options": "auto",
     }  # fmt: skip

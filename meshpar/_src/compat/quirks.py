@@ -51,7 +51,7 @@ LOOPS_BEFORE_REDUCTIONS = Quirk(
     test="tests/passes/test_examples.py::test_the_example_of_a_pass",
     remove="with LATE_GRADIENTS",
 )
-"""Unreduced gradients and gathered weights stay in memory while independent loops run first."""
+"""Partial gradients and gathered weights stay in memory while independent loops run first."""
 
 LATE_SLICE = Quirk(
     compiler="libtpu 0.0.42",

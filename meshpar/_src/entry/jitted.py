@@ -581,7 +581,7 @@ class Jitted(Generic[P, R]):
     def _flat(self, call: Call) -> FlatFunction:
         return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
 
-    def _no_names(self, explicit: AnyMesh | None = None) -> Callable[[], AbstractContextManager[None]]:
+    def _no_names(self, explicit: AnyMesh | None = None) -> Callable[[], AbstractContextManager[Any]]:
         """A function that returns a context in which sharding constraints over dim and axis names have no effect, as on one device.
         It does not refer to this object, so that compiled steps may refer to it.
 
