@@ -124,5 +124,6 @@ def test_flags_are_those_of_the_fields():
     fewer = argparse.ArgumentParser()
     add_flags(fewer.add_argument, StepOptions, without=["calibration", "overlap"])
     assert given_flags(fewer.parse_args([]), StepOptions) == {
-        "names": None, "lowering": "auto", "schedule": "1f1b", "gather": None, "strict": False, "donate_argnames": None, "options": "auto",
+        "names": None, "lowering": "auto", "schedule": "1f1b", "gather": None, "strict": False, "donate_argnames": None,
+        "options": "auto",
     }  # fmt: skip
