@@ -30,9 +30,9 @@ def test_a_run_replaces_the_cases_that_it_ran(tmp_path, monkeypatch):
     file.write_text(json.dumps(RECORDED))
     monkeypatch.setattr(durations, "FILE", file)
     recorder = durations.Recorder()
-    recorder.measured |= {"a.py::test_one": 1.0, "a.py::test_two[x]": 1.9, "a.py::test_two[z]": 2.0, "b.py::test": 8.25}
+    recorder.measured |= {"a.py::test_one": 0.4, "a.py::test_two[x]": 0.9, "a.py::test_two[z]": 1.0, "b.py::test": 8.25}
     recorder.pytest_sessionfinish()
-    assert durations.load() == {"a.py::test_two": {"y[1]": 6.0, "z": 2.0}, "b.py::test": 8.2}
+    assert durations.load() == {"a.py::test_two": {"y[1]": 6.0, "z": 1.0}, "b.py::test": 8.2}
 
 
 def test_one_case_of_each_test_is_left():

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 FILE = Path(__file__).parents[1] / "durations.json"
-SLOW = 2.0
+SLOW = 1.0
 """Seconds from which a case is slow, with its fixtures, on a machine of two cores that run nothing but the tests."""
 
 Durations = dict[str, float | dict[str, float]]
