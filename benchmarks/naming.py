@@ -3,11 +3,11 @@
     python benchmarks/naming.py                # all programs: purity, completeness, and plans
     python benchmarks/naming.py FlaxGPT2 --dims    # the dims of each array, by hand and inferred
     python benchmarks/naming.py --search           # planned seconds of the best layout that a search finds, with either names
-    python benchmarks/naming.py --check            # each small program runs without names; its results are those of one device
+    python benchmarks/naming.py --check            # each small program runs without names; its results equal the results of one device
 
 Programs: the targets of ``examples/`` with their names removed, and models of ``transformers`` and NNX with random weights.
 
-- **purity**: the share of dims whose inferred name stands for one name by hand; **completeness**: the share of dims of one name by
+- **purity**: the share of dims whose inferred name means one name by hand; **completeness**: the share of dims of one name by
   hand that have one inferred name. Dims of the weights and of the batch count; equal layers count once. A dim that was not named by
   hand does not count, nor does one of size 1.
 - **plans**: for each layout, the bytes sent, the peak and the planned seconds with inferred names, divided by those with names by

@@ -225,7 +225,7 @@ def shardings(
       layout: as in :func:`jit`; rules for dims that the tree does not have are ignored.
       mesh: as in :func:`jit`, or an abstract mesh.
       dims: tree-path patterns → dims; paths are relative to the tree: ``{"params/up": "embed mlp"}``.
-      names: as in :func:`jit`, other names for those of the metadata.
+      names: other names for the names in the metadata, as in :func:`jit`.
 
     Returns:
       A tree like ``tree`` with a ``jax.sharding.NamedSharding`` for every array; None for a leaf that is no array.

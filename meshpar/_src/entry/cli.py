@@ -54,7 +54,7 @@ from .target import Target, concrete, failing_as_target, has_drawn_integers, loa
 from .tune_kernels import add_command as add_tuning
 
 WORTH_TRYING = 0.95
-"""The step of a known scheme, divided by that of the plan, below which `meshpar plan` names the scheme."""
+"""Fraction of the planned step below which the step of a known scheme is named by `meshpar plan`."""
 DESCRIPTION = """\
 See, compile and check the layouts of a JAX program, without the machine that they are for.
 
@@ -73,7 +73,7 @@ names in the arguments, names are inferred: `meshpar names` shows them.
 START = """\
 meshpar shards JAX programs. To start, in a clone:
 
-  meshpar plan   examples/llama.py:llama3_8b --topology v5p:4x4x8    what a layout stores, sends and costs
+  meshpar plan   examples/llama.py:llama3_8b --topology v5p:4x4x8    memory, communication and time of a layout
   meshpar search examples/llama.py:llama3_8b --topology v5e:16x16    a good mesh and layout
   meshpar lab    examples/llama.py:llama3_8b --topology v5e:16x16    a page to edit both
 

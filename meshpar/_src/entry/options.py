@@ -81,7 +81,7 @@ class StepOptions:
     names: Mapping[str, str | None] | None = option(
         None,
         "--names",
-        "other names for those of the model: act_batch=batch, act_emb=_",
+        "other names for names in the model: act_batch=batch, act_emb=_",
         type=_renamed,
         metavar="OLD=NEW,…",
     )
@@ -176,7 +176,7 @@ if set(OPTIONS) != set(StepKeywords.__annotations__):
 
 
 def path_dims(dims: DimsPatterns, names: Mapping[str, str | None] | None = None) -> PathDims:
-    """Tree-path patterns → dims, and other names for those of the model, as :func:`meshpar.jit` takes ``dims=`` and ``names=``.
+    """Tree-path patterns → dims, and other names for names in the model, as :func:`meshpar.jit` takes ``dims=`` and ``names=``.
 
     Raises:
       LayoutSyntaxError: something else.

@@ -88,7 +88,7 @@ def _function(text: str) -> tuple[ModuleType, Callable[..., Any]]:
     """The function that a text names, and its module.
 
     Raises:
-      TargetError: there is none.
+      TargetError: there is no such function.
     """
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
@@ -108,7 +108,7 @@ def _function(text: str) -> tuple[ModuleType, Callable[..., Any]]:
 def _called(
     text: str, module: ModuleType, function: Callable[..., Any], options: Mapping[str, Any] | None, returns: str
 ) -> tuple[Any, dict[str, Any]]:
-    """What a function returns for these keyword arguments, and these with its defaults.
+    """The result of a function with these keyword arguments, and the keyword arguments with its defaults.
 
     Raises:
       TargetError: it cannot be called with them, or fails.

@@ -134,10 +134,10 @@ def _hanging(rows: Sequence[tuple[Text, Text]]) -> Any:
     return grid
 
 
-def _bar(parts: Sequence[tuple[str, float, str]]) -> Text:
-    """A bar of :data:`BAR_CELLS` columns whose parts, (character, amount, style), have widths in proportion to their amounts."""
-    total, end, out = sum(amount for _, amount, _ in parts), 0.0, Text()
-    for character, amount, style in parts:
+def _bar(pieces: Sequence[tuple[str, float, str]]) -> Text:
+    """A bar of :data:`BAR_CELLS` columns whose pieces, (character, amount, style), have widths in proportion to their amounts."""
+    total, end, out = sum(amount for _, amount, _ in pieces), 0.0, Text()
+    for character, amount, style in pieces:
         begin, end = end, end + amount
         cells = round(BAR_CELLS * end / total) - round(BAR_CELLS * begin / total) if total else 0
         out.append(character * cells, style)
