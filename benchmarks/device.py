@@ -271,7 +271,7 @@ def report(machine: Mapping[str, Any], outcomes: Outcomes) -> str:
         "|---|---|---|",
         *(f"| {o.id.removeprefix('value/')} | {o.status} | {_cell(o.message)} |" for o in done if o.status != "ok"),
         "",
-        "## Our kernels beside others",
+        "## Our kernels and others",
         "",
         *_compared(machine, outcomes),
         "",

@@ -3,7 +3,7 @@
     python benchmarks/naming.py                # all programs: purity, completeness, and plans
     python benchmarks/naming.py FlaxGPT2 --dims    # the dims of each array, by hand and inferred
     python benchmarks/naming.py --search           # planned seconds of the best layout that a search finds, with either names
-    python benchmarks/naming.py --check            # each small program runs without names; its results equal the results of one device
+    python benchmarks/naming.py --check            # each small program runs without names; results equal one device
 
 Programs: the targets of ``examples/`` with their names removed, and models of ``transformers`` and NNX with random weights.
 

@@ -236,7 +236,8 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch):
     assert explained
     assert "\nrounding: " in str(report)
     assert report.rows[0].rounding > 1e-5
-    assert f"{len(explained)} of {report.rows[0].leaves} leaves by rounding ({report.rows[0].rounding:.1e})" in str(report)
+    row = report.rows[0]
+    assert f"{len(explained)} of {row.leaves} leaves by rounding ({row.rounding:.1e})" in str(report)
     assert all(path.endswith("key_bias") for path in explained)
     assert report.rows[0].rounding_path in explained
 

@@ -89,7 +89,7 @@ def constant_scatter_add(site: Site) -> bool:
 
 
 def _dim_of_rows(site: Site) -> int | None:
-    """The dim d along which a lookup takes whole rows of an array, or adds rows to it: they are along dim d of the result or of
+    """The dim d along which a lookup takes complete rows of an array, or adds rows to it: they are along dim d of the result or of
     the updates. None for any other lookup."""
     dims, shape = LookupDims.of(site.op.eqn), site.shape(0)
     rows = site.out_shape if site.op.primitive.family == "gather" else site.shape(2)
