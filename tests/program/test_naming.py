@@ -256,6 +256,26 @@ def test_the_mapping_can_be_pasted():
     assert dims_of(step, state, batch_of(), dims=dims) == dims_of(step, state, batch_of())
 
 
+def test_time_before_the_batch():
+    """A scan runs over the first dim of the data, and its state has the second one; a scan over examples has no such state."""
+
+    def loss(params, tokens):
+        def cell(state, x):
+            return (state := jnp.tanh(params["table"][x] + state @ params["w"])), state
+
+        states = jax.lax.scan(cell, jnp.zeros((tokens.shape[1], EMBED)), tokens)[1]
+        return cross_entropy(states @ params["head"], tokens)
+
+    params = shapes({"table": (VOCAB, EMBED), "w": (EMBED, EMBED), "head": (EMBED, VOCAB)})
+    assert dims_of(*trained(loss, params), jax.ShapeDtypeStruct((12, 8), I32))["batch"] == "seq batch"
+
+    def mapped(params, tokens):
+        return jax.lax.map(lambda x: cross_entropy(params["table"][x] @ params["head"], x), tokens).mean()
+
+    found = dims_of(*trained(mapped, {k: params[k] for k in ("table", "head")}), jax.ShapeDtypeStruct((12, 8), I32))
+    assert found["batch"] == "batch seq"
+
+
 def test_a_chain_of_matmuls_has_names_in_turn():
     """FSDP shards every weight of a classifier without residuals, and `mlp` every second pair, as Megatron does."""
 

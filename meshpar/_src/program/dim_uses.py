@@ -6,6 +6,7 @@ dims that the forward pass makes.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ MAX_SOURCES = 8
 class Fact(StrEnum):
     """A use of a dim by an op. A weight is an argument that the step updates, or a function of such; other values are data."""
 
-    BATCH = "dim 0 of an argument that is no weight"
+    BATCH = "dim 0 of an argument that is no weight, or dim 1 after time"
     LOOPED = "the dim of a stack of weights, over which a loop runs"
     ROWS = "rows of a weight, looked up by integers of the batch"
     OF_ROW = "another dim of a weight whose rows are looked up"
@@ -67,6 +68,7 @@ class DimUses:
       paths: class → the paths of the weights that have it, with ``*`` for numbers: equal layers count once.
       declared: class → (name in the rule of a kernel, op).
       twins: class → classes that would be the same if no value had dims of both.
+      batch_dim: of data: 0, or 1 where a scan with a state of the batch runs over dim 0.
       read_by: a matmul of a weight → the classes that it contracts.
     """
 
@@ -80,6 +82,7 @@ class DimUses:
         self.twins: defaultdict[DimClass, set[DimClass]] = defaultdict(set)
         self.read_by: defaultdict[Op, set[DimClass]] = defaultdict(set)
         self.lookups: list[Lookup] = []
+        self.batch_dim: dict[Value, int] = {}
         self._is_data: dict[Value, bool] = {}
         # activation → the ops, other than elementwise ones, that its values come from
         self._sources: dict[Value, frozenset[Op]] = {}
@@ -90,14 +93,29 @@ class DimUses:
         for value in self.weights:
             for c in self.all_of(value.nodes):
                 self.paths[c].add(re.sub(r"\d+", "*", value.path or ""))
+        recurrent = self._recurrent(program)
         for value in self.data:
-            self._add(Fact.BATCH, (c for c in self.parts(value.nodes[0]) if c not in self.paths), value)
+            leading = [self.full(n) for n in value.nodes[:2] if n != NONE]
+            self.batch_dim[value] = int(len(leading) == 2 and tuple(leading) in recurrent)
+            batch = self.parts(value.nodes[self.batch_dim[value]])
+            self._add(Fact.BATCH, (c for c in batch if c not in self.paths), value)
         for a, b in self.unifier.prime_of.items():
             x, y = self.full(a), self.full(b)
             self.twins[x].add(y)
             self.twins[y].add(x)
         data = set(self.data)
         self._walk(program.root, {v: v in data for v in program.inputs})
+
+    def _recurrent(self, program: Program) -> set[tuple[DimClass, DimClass]]:
+        """(dim that a scan slices, dim of its carry): of data whose first dim is time, and whose second one is the batch."""
+        found = set()
+        for op in program.root.walk():
+            if op.primitive.family == "scan":
+                _, carries, slices = loop_parts(op.eqn).split(op.ins)
+                of_carry = {self.full(n) for v in carries if v is not None for n in v.nodes if n != NONE}
+                sliced = {self.full(v.nodes[0]) for v in slices if v is not None and v.nodes and v.nodes[0] != NONE}
+                found |= set(itertools.product(sliced, of_carry))
+        return found
 
     def parts(self, node: int) -> list[DimClass]:
         """The classes of the parts of a dim that a reshape merges or splits, major to minor; of another dim its own."""
@@ -162,7 +180,7 @@ class DimUses:
         if op.primitive.family == "scan":
             for value in loop_parts(op.eqn).split(op.ins)[2]:
                 if value is not None and not self._is_data.get(value, False) and value.nodes[0] != NONE:
-                    self._add(Fact.LOOPED, [self.full(value.nodes[0])], op)
+                    self._add(Fact.LOOPED, self.paths.keys() & {self.full(value.nodes[0])}, op)
 
     def _record(self, op: Op) -> None:
         """Record how an op of the forward pass uses the dims of its operands."""

@@ -52,7 +52,7 @@ CERTAIN, TWIN, GIVEN = 3, 4, 100
 VOTES: dict[Fact, tuple[str, float, str]] = {
     Fact.LOOPED: ("layers", 20, "a loop runs over it at {}"),
     Fact.GROUPS: ("experts", 10, "groups of a ragged matmul at {}"),
-    Fact.BATCH: ("batch", 8, "dim 0 of {}, which is no weight"),
+    Fact.BATCH: ("batch", 8, "first dim, or the one after time, of {}, which is no weight"),
     Fact.SHARED: ("heads", 6, "a batch dim of a matmul of two activations at {}"),
     Fact.SCORED: ("head_dim", 6, "queries and keys contract it at {}"),
     Fact.OF_ROW: ("embed", 6, "rows that are looked up have it at {}"),
@@ -137,9 +137,8 @@ class _Namer:
         """Dims of data are positions, except for the batch and for those that a weight contracts."""
         for value in self.uses.data:
             read = Fact.READ, Fact.CONV_READ
-            free = [
-                i for i, n in enumerate(value.nodes) if i and n != NONE and not self.uses.has(self.uses.full(n), *read)
-            ]
+            others = [i for i, n in enumerate(value.nodes) if i != self.uses.batch_dim[value] and n != NONE]
+            free = [i for i in others if not self.uses.has(self.uses.full(value.nodes[i]), *read)]
             if len(value.shape) > (1 if value.aval.dtype.kind in "iub" else 2):
                 for i, name in zip(free, POSITIONS.get(len(free), ()), strict=False):
                     self._vote(self.uses.full(value.nodes[i]), name, 5, f"dim {i} of {{}}, which is no weight", value)
