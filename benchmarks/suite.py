@@ -202,6 +202,7 @@ BENCHMARKS = (
         "serving-70b", "step", "python benchmarks/serving.py --times", 30, "", "Time of serving Llama 3 70B",
         "Seconds by the plan and by the schedule of the TPU compiler; HBM limit: of reading weights and cache.", needs=("libtpu",),
     ),
+    Benchmark("naming", "step", "python benchmarks/naming.py", 60, needs=("transformers",)),
     Benchmark("profile_names", "step", "python benchmarks/profile_names.py", 60, needs=("libtpu",)),
     Benchmark(
         "replicas", "step", "python benchmarks/replicas.py", 60,
