@@ -265,7 +265,7 @@ def test_names_of_a_target_without_dims(run, tmp_path):
 def test_other_names_for_those_of_the_model():
     from meshpar._src.entry.cli import _parser
 
-    args = _parser().parse_args(["plan", "file.py:step", "--names", "act_batch=batch, act_emb=_"])
+    args = _parser().parse_args(["plan", "file.py:step", "--names", "act_batch = batch, act_emb=_"])
     assert args.names == {"act_batch": "batch", "act_emb": "_"}
 
 

@@ -206,6 +206,18 @@ def join_path(components: Iterable[str]) -> str:
     return "/".join(components).replace("/.codes", ".codes").replace("/.scales", ".scales")
 
 
+def parse_names(text: str) -> dict[str, str]:
+    """``"act_batch=batch, act_emb=_"`` → old name → new name, as ``names=`` of :func:`meshpar.jit`.
+
+    Raises:
+      LayoutSyntaxError: something else.
+    """
+    pairs = [[word.strip() for word in pair.split("=")] for pair in text.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise LayoutSyntaxError(f"names {text!r} are no pairs old=new", fixes=['"act_batch=batch, act_emb=_"'])
+    return dict(pairs)
+
+
 def _one_name(old: str, new: str | None) -> str | None:
     """The new name of an entry of ``names=``; None for None and ``_``."""
     found = parse_dims("_" if new is None else new, what=f"names={{{old!r}: …}}:")

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar._src.dims import format_dims
 from meshpar._src.flax import flatten_named
+from meshpar._src.plan import checks
 
 LAYOUT = "batch: data; mlp: model; embed: data"
 TOKENS = {"x": "batch embed"}
@@ -443,6 +444,9 @@ def test_a_constraint_without_a_rule_has_the_edit_in_its_warning():
         mp.errors.JoinWarning, match=r"write `batch, act_batch: data`, or names=\{\"act_batch\": \"batch\"\}"
     ):
         replicated = mp.plan(step, weights, x(), layout="batch: data; mlp: model", **where)
+    checks.REPORTED_JOINS.clear()
+    with pytest.warns(mp.errors.JoinWarning, match=r"write `mlp\?, act_emb\?: model`"):  # both stay optional
+        mp.plan(step, weights, x(), layout="batch, act_batch: data; mlp?: model", **where)
     edited = mp.plan(step, weights, x(), layout="batch, act_batch: data; mlp, act_emb: model", **where)
     renamed = mp.plan(
         step, weights, x(), layout="batch: data; mlp: model", names=OURS | {"features": "features"}, **where

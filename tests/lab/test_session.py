@@ -374,7 +374,10 @@ def test_inferred_names_are_changed():
     )
 
 
-@pytest.mark.parametrize(("names", "says"), [("mlp=embed", "stands twice"), ("mlp=a:b", "is not a name")])
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [("mlp=embed", "stands twice"), ("mlp=a:b", "is not a name"), ("mpl=ffn", "no inferred name"), ("mlp", "no pairs")],
+)
 def test_names_that_cannot_be(names, says):
     assert says in ask(lab_program.lab(dims="auto").session, [], names=names)["errors"]["names"]["headline"]
 

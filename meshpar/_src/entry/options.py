@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from ...errors import UnsupportedError
-from ..dims import DimsLike, PathDims, check_choice, did_you_mean
+from ..dims import DimsLike, PathDims, check_choice, did_you_mean, parse_names
 from ..hardware.calibration import CalibrationLike, Calibrations, calibrations
 from ..hardware.options import OptionsMode, check_options
 from ..lower import LOWERINGS
@@ -60,11 +60,6 @@ else:
     CallKeywords = SearchCallKeywords = dict
 
 
-def _renamed(text: str) -> dict[str, str]:
-    """``--names``: ``act_batch=batch, act_emb=_``."""
-    return dict(pair.strip().split("=") for pair in text.split(","))  # argparse reports a ValueError
-
-
 @dataclass(frozen=True)
 class StepOptions:
     """How a function is traced, planned and compiled, without its mesh and its layout. :func:`meshpar.jit` describes each.
@@ -82,7 +77,7 @@ class StepOptions:
         None,
         "--names",
         "other names for names in the model: act_batch=batch, act_emb=_",
-        type=_renamed,
+        type=parse_names,
         metavar="OLD=NEW,…",
     )
     lowering: Lowering = option(

@@ -133,7 +133,7 @@ def trace_call(
         check_fixed(call.dynamic, argument_path)
     traced_as(flat, flat.fn, [leaf.path for leaf in named])
     with _explained_errors(named):
-        closed, shapes, _, explicit, constrained = _trace_on(mesh, flat, [x for x, _ in arrays], patterns)
+        closed, shapes, explicit, constrained = _trace_on(mesh, flat, [x for x, _ in arrays], patterns)
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
             f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
@@ -167,12 +167,12 @@ def trace_call(
     # a renamed result has its new names, not the names of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
 
-    def named_by(patterns: PathDims, annotations: list[Dims | None], used: set[str], without_dead: bool) -> Program:
+    def named_by(patterns: PathDims, annotations: list[Dims | None], used: set[str], live_only: bool) -> Program:
         out_annotations = _result_dims(results, named, annotations, patterns if init else None, used)
         outputs = zip(out_annotations, closed.jaxpr.outvars, strict=True)
         out_annotations = [None if id(var) in renamed else dims for dims, var in outputs]
         _check_patterns(patterns, used, [*named, *(results if init else ())], init, hidden)
-        program = _infer_live(closed, annotations, named, out_annotations, results, without_dead)
+        program = _infer_live(closed, annotations, named, out_annotations, results, live_only)
         for value, leaf in zip(program.inputs, named, strict=True):
             value.kind = leaf.kind
         for value, leaf in zip(program.outputs, results, strict=True):
@@ -183,14 +183,14 @@ def trace_call(
 
     given = any(name for dims in annotations for name in dims or ())
     unnamed = not init and (patterns.auto or (patterns.auto is None and not given))
-    program = named_by(patterns, annotations, used, without_dead=unnamed)
+    program = named_by(patterns, annotations, used, live_only=unnamed)
     if unnamed and not patterns.auto and program.all_names():  # of constraints
-        program = named_by(patterns, annotations, used, without_dead=False)
+        program = named_by(patterns, annotations, used, live_only=False)
     elif unnamed:
         joins, program.inferred = program.joins, inferred_dims(program)
         inferred, patterns = program.inferred, patterns.then(patterns_of(program))
         annotations, used = annotations_of(named, patterns, used), {p for p, _ in patterns.items}
-        program = named_by(patterns, annotations, used, without_dead=False)
+        program = named_by(patterns, annotations, used, live_only=False)
         program.inferred, program.joins = inferred, joins  # two guesses for one dim are no mistake of the user
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
@@ -198,7 +198,7 @@ def trace_call(
 
 def _trace_on(
     mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any], patterns: PathDims
-) -> tuple[Any, Any, list[Any], AnyMesh | None, set[str]]:
+) -> tuple[Any, Any, AnyMesh | None, set[str]]:
     """The results of :func:`program.trace`, the mesh with Explicit axes with which the function was traced, or None, and the
     names in its constraints.
 
@@ -223,17 +223,17 @@ def _infer_live(
     named: Sequence[Leaf],
     out_annotations: Sequence[Any],
     results: Sequence[Leaf],
-    without_dead: bool,
+    live_only: bool,
 ) -> Program:
     """The program without equations whose results are not read, with the dims of every value.
 
     A dim of a result that has no name then takes its name from the complete program: the forward pass, for a gradient that does not
-    depend on it; not with ``without_dead``, where no name can be found.
+    depend on it; not with ``live_only``, where no name can be found.
     """
     paths = [leaf.path for leaf in named], [leaf.path for leaf in results]
     live = without_dead_code(closed)
     program = infer(live, annotations, paths[0], out_annotations, paths[1])
-    if live is closed or without_dead or all(None not in program.dims(v) for v in program.outputs):
+    if live is closed or live_only or all(None not in program.dims(v) for v in program.outputs):
         return program
     complete = infer(closed, annotations, paths[0], out_annotations, paths[1])
     names = [tuple(d if d and d.isidentifier() else None for d in complete.dims(v)) for v in complete.outputs]

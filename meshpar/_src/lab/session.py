@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import MeshError, MeshparError, TargetError
+from ..dims import parse_names
 from ..hardware.topology import device_count, parse_topology
 from ..layout import Layout, characteristic_dims
 from ..layouts import PRESETS
@@ -268,7 +269,11 @@ class Session:
 
     def _renamed(self, names: str) -> Session:
         assert self.renamed is not None
-        new = {old.strip(): name.strip() for old, _, name in (pair.partition("=") for pair in names.split(","))}
+        new = parse_names(names)
+        if unknown := new.keys() - {dim for dims in self.patterns.values() for dim in dims.split()}:
+            raise TargetError(
+                f"`{min(unknown)}` is no inferred name of this target", fixes=["`meshpar names` lists them"]
+            )
         patterns = {p: " ".join(new.get(dim, dim) for dim in dims.split()) for p, dims in self.patterns.items()}
         session = self.renamed(patterns)
         session.patterns = patterns

@@ -12,6 +12,7 @@ from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..layout import SCHEMES, Layout, divisibility_error
 from ..program.ir import Join, Op, Program, Value
+from ..program.naming import inferred_names
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
 
@@ -27,7 +28,7 @@ RELATED = {
     "heads": ("kv_heads", "head_dim"),
     "kv_heads": ("heads",),
     "vocab": ("classes", "embed"),
-    "seq": ("height", "time"),
+    "seq": ("height",),
     "experts": ("mlp",),
     "expert": ("experts",),
     "channels": ("embed", "mlp"),
@@ -99,8 +100,7 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
 
 def _inferred_names(program: Program, dim: str) -> list[str]:
     """The fix for an unknown dim if names are inferred: the names that there are, and the one that is probably meant."""
-    votes = ((v, program.inferred.get(v.path or "", ())) for v in program.inputs)
-    sizes = {vote.name: n for v, named in votes for vote, n in zip(named, v.shape, strict=False) if vote}
+    sizes = {name: size for name, dims in inferred_names(program).items() for size, _ in dims[:1]}
     meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
     shown = ", ".join(f"{name} ({size})" for name, size in sizes.items())
     return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
@@ -276,7 +276,7 @@ def _edit_of_constraint(join: Join, layout: Layout) -> str:
     ):
         rules = [rule for rule in layout.rules if rule.dim == other and rule.axes]
         if rules and name not in layout.dims and origin.startswith(CONSTRAINTS):
-            new = str(rules[0]).replace(other, f"{other}, {name}", 1)
+            new = str(rules[0]).replace(other, f"{other}{'?' * rules[0].optional}, {name}", 1)
             return (
                 f"  `{other}` has the rule `{rules[0]}` and `{name}` has none, so its constraint replicates the dim: "
                 f'write `{new}`, or names={{"{name}": "{other}"}}\n'

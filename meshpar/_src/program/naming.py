@@ -99,6 +99,16 @@ def inferred_dims(program: Program) -> dict[str, tuple[Vote | None, ...]]:
     return found
 
 
+def inferred_names(program: Program) -> dict[str, list[tuple[int, Vote]]]:
+    """Name → (size, vote) of each dim of an argument that has it; empty if no names are inferred."""
+    found: defaultdict[str, list[tuple[int, Vote]]] = defaultdict(list)
+    for value in program.inputs:
+        for size, vote in zip(value.shape, program.inferred.get(value.path or "", ()), strict=False):
+            if vote is not None:
+                found[vote.name].append((size, vote))
+    return found
+
+
 class _Namer:
     """Turns the facts about the dims of a program into votes.
 

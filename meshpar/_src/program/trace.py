@@ -29,7 +29,7 @@ from .sink import with_sunk_reductions
 from .sums import with_matmuls_added_first
 
 
-def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple[Any, Any, list[Any]]:
+def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple[Any, Any]:
     """Trace a function of flat arguments.
 
     Args:
@@ -39,7 +39,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
 
     Returns:
       (closed jaxpr, in which all loops have scalar conditions, and shardings are constraints; tree of the results as
-      ``ShapeDtypeStruct``; its flat leaves).
+      ``ShapeDtypeStruct``).
 
     Raises:
       MeshError: an op with a sharding over an axis that the mesh does not have.
@@ -51,7 +51,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
     if any(shardings_of(e) or in_auto_mesh(e) is not e for e in equations(closed)):
         closed = _each_equation(closed, partial(_constrained, mesh))
     closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
-    return closed, shapes, jax.tree.leaves(shapes)
+    return closed, shapes
 
 
 def _is_batched(eqn: JaxprEqn) -> bool:

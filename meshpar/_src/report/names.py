@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from ..program import Program
-from ..program.naming import GIVEN, Vote
+from ..program.naming import GIVEN, inferred_names
 from .tables import Cell, Table, code, number
 
 
 def names_table(program: Program) -> Table:
     """For each name its sizes, the number of arrays that have it, whether a use shows it, and the best evidence."""
-    found: defaultdict[str, list[tuple[int, str, Vote]]] = defaultdict(list)
-    for value in program.inputs:
-        for size, vote in zip(value.shape, program.inferred.get(value.path or "", ()), strict=False):
-            if vote is not None:
-                found[vote.name].append((size, value.path or "", vote))
     rows = []
-    for name, dims in sorted(found.items(), key=lambda item: -len(item[1])):
-        sizes = sorted({size for size, *_ in dims})
-        best = max((vote for *_, vote in dims), key=lambda vote: vote.weight)
+    for name, dims in sorted(inferred_names(program).items(), key=lambda item: -len(item[1])):
+        sizes = sorted({size for size, _ in dims})
+        best = max((vote for _, vote in dims), key=lambda vote: vote.weight)
         shown = ", ".join(map(str, sizes[:4])) + (", …" if len(sizes) > 4 else "")
         certain = "given" if best.weight == GIVEN else "yes" if best.certain else "guessed"
         rows.append([code(name), Cell(shown), number(str(len(dims)), len(dims)), Cell(certain), Cell(str(best))])

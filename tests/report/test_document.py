@@ -1,0 +1,48 @@
+"""Reports as text: at the width and in the colours of the terminal that shows them."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import meshpar as mp
+
+
+@pytest.fixture(scope="module")
+def plan():
+    weights, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 1024), (64, 256)))
+    dims = {"w": "embed mlp", "x": "batch embed"}
+    where = {"mesh": "data=4, model=4", "topology": "v5e:4x4", "layout": "batch, embed: data; mlp: model"}
+    return mp.plan(lambda w, x: jnp.tanh(x @ w), weights, x, dims=dims, **where)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_a_plan_has_the_width_of_the_terminal(plan, columns, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    lines = str(plan).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert next(line.split()[0] for line in lines if line.startswith("  ")) == "fits"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "variables", "coloured"),
+    [
+        (True, {}, True),
+        (True, {"NO_COLOR": "1"}, False),
+        (False, {}, False),
+        (False, {"FORCE_COLOR": "1"}, True),
+        (True, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+    ],
+)
+def test_colours(plan, terminal, variables, coloured, monkeypatch, tmp_path):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert ("\x1b[" in str(plan)) is coloured
+    plan.save(tmp_path / "plan.txt")
+    assert "\x1b[" not in (tmp_path / "plan.txt").read_text("utf8")  # a file has no colours
