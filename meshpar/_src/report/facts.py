@@ -286,8 +286,8 @@ class CollectiveGroup:
 
     @property
     def location(self) -> str:
-        """The part of the model and the user's line that need them, with ``*`` for numbers of layers that differ, and how many other
-        parts and lines there are."""
+        """The part of the model and the user's line that need them, with ``*`` for numbers of layers that differ, and the number
+        of further ones."""
         if len({c.location for c in self.members}) == 1:
             return self.first.location
         more = len({location_of_layers(c) for c in self.members}) - 1

@@ -127,8 +127,8 @@ class ExchangeHint:
         """The edit, with the bytes of both."""
         dims = format_dims(plan.program.dims(self.array))
         head = (
-            f"{name_of(self.op)} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, since "
-            f"`{self.owner}` has `{self.axis}`. "
+            f"{name_of(self.op)} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, "
+            f"since `{self.owner}` has `{self.axis}`. "
         )
         if self.is_result:
             edit = (
