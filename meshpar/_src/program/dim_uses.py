@@ -253,9 +253,8 @@ class DimUses:
                 for k in (0, 1):
                     of[k].extend(nodes[k])
         if len(data) == 2:
-            if read and any(
-                self.has(c, Fact.BATCH) for n in shared for c in self.parts(n)
-            ):  # else an elementwise one, or a gradient
+            # of other shared dims: an elementwise product, or a gradient
+            if read and any(self.has(c, Fact.BATCH) for n in shared for c in self.parts(n)):
                 self._attention(op, [c for c in self._of_weights(shared) if not self.has(c, Fact.BATCH)], read, of)
         elif data:
             weight = 1 if data[0] is ins[0] else 0
