@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,23 +63,17 @@ def _is_node_states(x: Any) -> bool:
     return type(x).__name__ == "NodeStates" and type(x).__module__.startswith("flax.nnx")
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree"])
+@dataclass(slots=True)
 class _PureState:
     """An ``nnx.State`` among arguments that also have modules: its variables are arrays of a tree, and are not updated."""
 
-    def __init__(self, leaves: Any, tree: Any):
-        self.leaves, self.tree = leaves, tree
+    leaves: list[Any]
+    tree: Any
 
     @property
     def state(self) -> Any:
         return jax.tree.unflatten(self.tree, self.leaves)
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        return tuple(self.leaves), self.tree
-
-    @classmethod
-    def tree_unflatten(cls, tree: Any, leaves: Any) -> _PureState:
-        return cls(leaves, tree)
 
 
 def variables(x: Any) -> Any:
