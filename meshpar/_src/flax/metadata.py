@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import RankError
 from ..compat import nnx
-from ..compat.jax import axes_of_spec, is_graph_node, patched_constraints
+from ..compat.jax import axes_of_spec, patched_constraints
 from ..dims import Dims, PathDims, fit_dims, format_dims, join_path, parse_dims
 from ..program.primitives import name_dims_p, place_p
 
@@ -78,7 +78,7 @@ class _PureState:
 
 def variables(x: Any) -> Any:
     """A tree as it is; an nnx module by its ``nnx.state``."""
-    return nnx.state(x) if is_graph_node(x) else x
+    return nnx.state(x) if nnx.is_graph_node(x) else x
 
 
 def pure_states(tree: Any) -> Any:
@@ -86,7 +86,7 @@ def pure_states(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: _PureState(*jax.tree.flatten(x)) if isinstance(x, nnx.State) else x,
         tree,
-        is_leaf=lambda x: isinstance(x, nnx.State) or is_graph_node(x),
+        is_leaf=lambda x: isinstance(x, nnx.State) or nnx.is_graph_node(x),
     )
 
 
@@ -95,7 +95,7 @@ def with_states(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: x.state if isinstance(x, _PureState) else x,
         tree,
-        is_leaf=lambda x: isinstance(x, _PureState) or is_graph_node(x),
+        is_leaf=lambda x: isinstance(x, _PureState) or nnx.is_graph_node(x),
     )
 
 
