@@ -288,8 +288,7 @@ class AxisAssignment:
         """
         names = self.tables.factor_names.get(op)
         if names is None:
-            rule = op.rule
-            assert rule is not None
+            rule = op.factor_rule
             sub_dims_of = self.program.unifier.sub_dims_of
             arrays = tuple(
                 None if v is None else (v.annotation, tuple(map(sub_dims_of, v.nodes))) for v in (*op.ins, *op.outs)
@@ -340,13 +339,12 @@ class AxisAssignment:
         Args:
           cost: axes of the factors → bytes sent, by which conflicts are resolved; None: by the order of the rules.
         """
-        assert op.rule is not None
         query, scopes = self.op_query(op)
         if cost is None:
             return list(self._query_axes(query, scopes))
         axes = self._claimed(query.groups, query.items, scopes)
         axes = self._cheapest(op, query.items, scopes, axes, lambda choice: cost(query.linked(choice)))
-        return contiguous_only(op.rule, query.linked(axes), self.sizes)
+        return contiguous_only(op.factor_rule, query.linked(axes), self.sizes)
 
     def _query_axes(self, query: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The axes of every factor of an op with a query, by the order of the rules."""
@@ -358,8 +356,7 @@ class AxisAssignment:
 
     def op_query(self, op: Op) -> tuple[OpQuery, tuple[str, ...]]:
         """(query, scopes) of an op with a rule."""
-        rule, given = op.rule, self.factor_names(op)
-        assert rule is not None
+        rule, given = op.factor_rule, self.factor_names(op)
         query = self.tables.op_queries.get((rule, given))
         if query is None:
             query = self.tables.op_queries[rule, given] = self._new_query(rule, given)

@@ -155,7 +155,7 @@ class Evaluation:
         first, row = self.rows[one], self._results.get(key)
         if isinstance(row, Row):
             return row.cost == first.cost
-        if (plan := self._legal_plan(other)) is None:
+        if (plan := self.legal_plan(other)) is None:
             return False
         if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
             return False
@@ -185,11 +185,7 @@ class Evaluation:
             return None
         return self._row(point, plan)
 
-    def is_legal(self, point: Point) -> bool:
-        """Whether a candidate has a plan."""
-        return self._legal_plan(point) is not None
-
-    def _legal_plan(self, point: Point) -> Plan | None:
+    def legal_plan(self, point: Point) -> Plan | None:
         """The plan of a candidate before passes; None: it has none."""
         try:
             return self._plan_without_passes(point)
