@@ -33,6 +33,11 @@ def _is_indexed(op: Op, value: Value, i: int) -> bool:
     return any(op.rule.kinds[f] == "indexed" for own in dims if own for f in own[i])
 
 
+def _lost(have: Spec, need: Spec) -> list[tuple[int, str]]:
+    """(dim, axis) for the axes that a spec has on a dim, and another one has not."""
+    return [(i, a) for i, (before, after) in enumerate(zip(have, need, strict=True)) for a in before if a not in after]
+
+
 class Causes:
     """The wording of causes in the plan of a program under a layout."""
 
@@ -76,32 +81,29 @@ class Causes:
         than ``have``."""
         names, name = self.factor_names(op), _name(op)
         reasons = []
-        for i, (before, after) in enumerate(zip(have, need, strict=True)):
-            for a in before:
-                if a in after:
-                    continue
-                dim = self.dim(value, i)
-                dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
-                rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
-                owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
-                owner = next(owners, None) or self._owner(op, dim_names, a)
-                other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
-                so = f"so `{dim}` is gathered" if other is None else f"so `{a}` moves from `{dim}` to `{other}`"
-                if owner == dim:
-                    reasons.append(f"another `{dim}` of this {name} is split over `{a}`, {so}")
-                elif owner is not None:
-                    reasons.append(f"`{rule}` does not apply to this {name}, in which `{owner}` uses `{a}`, {so}")
-                elif other is not None:
-                    reasons.append(f"this {name} needs `{a}` on `{other}` instead of `{dim}`")
-                elif op.rule is not None and not op.rule.known:
-                    reasons.append(f"{name} has no factor rule, {so}")
-                elif _is_indexed(op, value, i):
-                    reasons.append(
-                        f"`{rule}` splits `{dim}`, which {name} indexes; gathering `{dim}` once for all reads sends less than "
-                        "combining the rows of each read"
-                    )
-                else:
-                    reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits")
+        for i, a in _lost(have, need):
+            dim = self.dim(value, i)
+            dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
+            rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
+            owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
+            owner = next(owners, None) or self._owner(op, dim_names, a)
+            other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
+            so = f"so `{dim}` is gathered" if other is None else f"so `{a}` moves from `{dim}` to `{other}`"
+            if owner == dim:
+                reasons.append(f"another `{dim}` of this {name} is split over `{a}`, {so}")
+            elif owner is not None:
+                reasons.append(f"`{rule}` does not apply to this {name}, in which `{owner}` uses `{a}`, {so}")
+            elif other is not None:
+                reasons.append(f"this {name} needs `{a}` on `{other}` instead of `{dim}`")
+            elif op.rule is not None and not op.rule.known:
+                reasons.append(f"{name} has no factor rule, {so}")
+            elif _is_indexed(op, value, i):
+                reasons.append(
+                    f"`{rule}` splits `{dim}`, which {name} indexes; gathering `{dim}` once for all reads sends less than "
+                    "combining the rows of each read"
+                )
+            else:
+                reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits")
         return "; ".join(dict.fromkeys(reasons)) or f"this {name} needs the axes of an operand in another order"
 
     def _owner(self, op: Op, dim_names: Sequence[str], axis: str) -> str | None:
@@ -120,14 +122,10 @@ class Causes:
         ``have``. Without an op it is a result of the program."""
         what = f"the result {value.path}" if op is None else f"this result of {_name(op)}"
         on = {a: self.dim(value, i) for i, entry in enumerate(need) for a in entry}
-        changes = []
-        for i, (before, after) in enumerate(zip(have, need, strict=True)):
-            for a in before:
-                if a not in after:
-                    dim = self.dim(value, i)
-                    changes.append(
-                        f"`{a}` on `{on[a]}` instead of `{dim}`" if a in on else f"`{dim}` not split over `{a}`"
-                    )
+        lost = [(self.dim(value, i), a) for i, a in _lost(have, need)]
+        changes = [
+            f"`{a}` on `{on[a]}` instead of `{d}`" if a in on else f"`{d}` not split over `{a}`" for d, a in lost
+        ]
         order = "the axes of a dim in another order"
         return f"the layout stores {what} with {' and '.join(dict.fromkeys(changes)) or order}"
 
