@@ -301,7 +301,7 @@ def _lab_arguments(add: Add) -> None:
     _machine_and_layout(add)
     add_flags(add, StepOptions)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
-    add("--no-browser", action="store_true", help="print the page's address, and open nothing")
+    add("--no-browser", action="store_true", help="print the page's address (with --json its session too), and open nothing")
 
 
 def _compile_arguments(add: Add) -> None:
@@ -465,7 +465,7 @@ def _lab(args: argparse.Namespace) -> int:
     found.session.sizes = {name: n for name, n in target.options.items() if type(n) is int}
     found.session.resized = lambda sizes: lab(_loaded(args, {**given, **sizes}), "").session
     try:
-        found.serve(args.port, browser=not args.no_browser)
+        found.serve(args.port, browser=not args.no_browser, as_json=args.json)
     except (OSError, OverflowError) as e:
         raise TargetError(
             f"port {args.port} cannot be used: {e}", fixes=["another one, or --port 0: any that is free"]

@@ -519,8 +519,9 @@ def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
 def _as_row(
     name: str, mesh: str, layout: str, seconds: float | None, peak: float, sent: float, of: Plan
 ) -> dict[str, Any]:
-    """A row of layouts for the page: texts and numbers of its step time (seconds), peak memory and bytes sent; ``of``: a plan on
-    the same chip."""
+    """A row of layouts for the page: texts and numbers of its step time (seconds), peak memory and bytes sent, and the
+    capacity of a device; ``of``: a plan on the same chip."""
+    capacity = None if of.chip is None else of.chip.per_device().hbm
     return {
         "name": name,
         "mesh": mesh,
@@ -528,7 +529,8 @@ def _as_row(
         "seconds": seconds,
         "peak": peak,
         "sent": sent,
-        "fits": None if of.chip is None else peak <= of.chip.per_device().hbm,
+        "fits": None if capacity is None else peak <= capacity,
+        "capacity": None if capacity is None else [capacity, format_memory(capacity)],
         "texts": [format_seconds(seconds) if seconds is not None else "–", format_memory(peak)],
     }
 
