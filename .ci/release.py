@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """The checks of a release: version, changelog, wheel and sdist, commands of an installation in an empty folder, and the docs.
 
-    python .ci/release.py [--dependencies SITE_PACKAGES] [--keep FOLDER] [--no-docs]
+    python .ci/release.py [--dependencies SITE_PACKAGES …] [--keep FOLDER] [--no-docs]
 
-Wheel and sdist are built from the files of the last commit, by the setuptools of this Python, and installed into new environments.
-Nothing is published. Each check is one line, and its problems follow; the exit status is 1 if there are any.
+Wheel and sdist are built from the files of the last commit, and the wheel is installed into a new environment. Nothing is
+published. Each check is one line, and its problems follow; the exit status is 1 if there are any.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -53,7 +54,7 @@ def version_of(source: str) -> str:
     """
     found = re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE)
     if found is None:
-        raise ValueError("meshpar/__init__.py has no line `__version__ = \"…\"`")
+        raise ValueError('meshpar/__init__.py has no line `__version__ = "…"`')
     return found[1]
 
 
@@ -127,46 +128,68 @@ def check_tree() -> Iterator[str]:
     yield from (f"not committed: {line}" for line in output("git", "status", "--porcelain").splitlines())
 
 
-def build(folder: Path) -> tuple[Path, Path]:
+def environment(folder: Path, installed: Collection[Path], *wanted: str | Path) -> Path:
+    """The Python of a new virtual environment with the packages ``wanted``, and all of the folders ``installed`` if there are any:
+    then nothing is downloaded, and these are found before the environment's own."""
+    output(sys.executable, "-m", "venv", folder)
+    python = folder / "bin" / "python"
+    if installed:
+        (site,) = folder.glob("lib/python*/site-packages")
+        paths = [str(path.resolve()) for path in installed]
+        (site / "dependencies.pth").write_text(f"import sys; sys.path[:0] = {paths!r}\n")
+        wanted = tuple(x for x in wanted if isinstance(x, Path))
+    if wanted:
+        offline = ["--no-deps", "--no-index"] if installed else []
+        output(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *offline, *wanted)
+    return python
+
+
+def build(folder: Path, installed: Collection[Path]) -> tuple[Path, Path]:
     """(wheel, sdist) of the last commit, in a folder."""
     source = folder / "source"
     source.mkdir()
     output("git", "archive", "-o", folder / "source.tar", "HEAD")
     with tarfile.open(folder / "source.tar") as tar:
         tar.extractall(source, filter="data")
-    for what in ("wheel", "sdist"):
-        hook = f"from setuptools import build_meta; build_meta.build_{what}({str(folder)!r})"
-        output(sys.executable, "-c", hook, cwd=source)
-    return next(folder.glob("*.whl")), next(folder.glob("meshpar-*.tar.gz"))
+    needs = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]["requires"]
+    python = environment(folder / "build", installed, *needs)
+    return built(python, "wheel", source, folder), built(python, "sdist", source, folder)
 
 
-def check_contents(wheel: Path, sdist: Path) -> Iterator[str]:
-    """Wheel and sdist have every file of the packages, and no other."""
+def built(python: Path, what: str, source: Path, folder: Path) -> Path:
+    """The wheel or sdist of the source in a folder, by the build backend of ``python``."""
+    hook = f"from setuptools import build_meta; print(build_meta.build_{what}({str(folder)!r}))"
+    return folder / output(python, "-c", hook, cwd=source).splitlines()[-1]
+
+
+def check_contents(wheel: Path, sdist: Path, folder: Path) -> Iterator[str]:
+    """Wheel and sdist have every file of the packages and no other, and the sdist builds the same wheel."""
     expected = packaged(output("git", "ls-tree", "-r", "--name-only", "HEAD").splitlines())
-    with zipfile.ZipFile(wheel) as archive:
-        yield from content_problems(wheel.name, archive.namelist(), expected)
     with tarfile.open(sdist) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
+        archive.extractall(folder / "sdist", filter="data")
     yield from content_problems(sdist.name, names, {*expected, "pyproject.toml", "README.md", "LICENSE"})
+    (source,) = (folder / "sdist").iterdir()
+    (folder / "again").mkdir()
+    for archive in (wheel, built(folder / "build" / "bin" / "python", "wheel", source, folder / "again")):
+        with zipfile.ZipFile(archive) as opened:
+            yield from content_problems(str(archive.relative_to(folder)), opened.namelist(), expected)
 
 
-def check_installed(archive: Path, folder: Path, dependencies: Path | None) -> Iterator[str]:
-    """The commands run in an empty folder, in a new environment that has nothing but the archive and its dependencies."""
-    venv, empty = folder / "venv", folder / "empty"
-    empty.mkdir(parents=True)
-    output(sys.executable, "-m", "venv", venv)
-    python, meshpar = venv / "bin" / "python", venv / "bin" / "meshpar"
-    offline = []
-    if dependencies is not None:
-        (site,) = venv.glob("lib/python*/site-packages")
-        (site / "dependencies.pth").write_text(f"{dependencies.resolve()}\n")
-        offline = ["--no-deps", "--no-index", "--no-build-isolation"]
-    output(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *offline, archive)
+def check_installed(wheel: Path, folder: Path, installed: Collection[Path]) -> Iterator[str]:
+    """The commands run in an empty folder, in a new environment that has nothing but the wheel and its dependencies."""
+    empty = folder / "empty"
+    empty.mkdir()
+    python = environment(folder / "venv", installed, wheel)
+    meshpar = python.with_name("meshpar")
     version = version_of((ROOT / "meshpar/__init__.py").read_text())
     if (said := output(meshpar, "--version", cwd=empty).strip()) != f"meshpar {version}":
         yield f"`meshpar --version` says {said}"
-    where = output(python, "-c", "import meshpar, meshpar_kernels; print(meshpar.__file__, meshpar_kernels.__file__)", cwd=empty)
-    yield from (f"{path} is imported, not the installed package" for path in where.split() if venv not in Path(path).parents)
+    where = output(
+        python, "-c", "import meshpar, meshpar_kernels; print(meshpar.__file__, meshpar_kernels.__file__)", cwd=empty
+    )
+    others = [path for path in where.split() if folder / "venv" not in Path(path).parents]
+    yield from (f"{path} is imported, not the installed package" for path in others)
     if "meshpar plan" not in output(meshpar, "--help", cwd=empty):
         yield "`meshpar --help` does not name `meshpar plan`"
     (empty / "target.py").write_text(TARGET)
@@ -188,9 +211,9 @@ def check_docs(folder: Path) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    about = "a folder with the installed dependencies, which are used instead of a package index"
-    parser.add_argument("--dependencies", type=Path, metavar="SITE_PACKAGES", help=about)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder for wheel, sdist and site (default: a temporary one)")
+    about = "a folder with installed dependencies and setuptools, used instead of a package index; several may be given"
+    parser.add_argument("--dependencies", type=Path, metavar="SITE_PACKAGES", action="append", default=[], help=about)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder that keeps wheel, sdist and site")
     parser.add_argument("--no-docs", action="store_true", help="do not build the docs, which takes half an hour")
     args = parser.parse_args()
     failed = 0
@@ -205,21 +228,18 @@ def main() -> int:
         failed += bool(problems)
 
     with tempfile.TemporaryDirectory() as temporary:
-        folder = args.keep or Path(temporary)
-        if args.keep:
-            args.keep.mkdir(parents=True)
+        folder = (args.keep or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=args.keep is None)
         check("the version is one, and dated in the changelog", check_version)
         check("no page says that there is no release", check_leftovers)
         check("all files are committed", check_tree)
         try:
-            wheel, sdist = build(folder)
+            wheel, sdist = build(folder, args.dependencies)
         except Failed as e:
             print(f"FAIL  wheel and sdist are built\n      {e}")
             return 1
-        check("wheel and sdist have the files of the packages", lambda: check_contents(wheel, sdist))
-        for archive in (wheel, sdist):
-            where = folder / f"installed-{archive.suffix.strip('.')}"
-            check(f"{archive.name} runs in an empty folder", lambda a=archive, w=where: check_installed(a, w, args.dependencies))
+        check("wheel and sdist have the files of the packages", lambda: check_contents(wheel, sdist, folder))
+        check(f"{wheel.name} runs in an empty folder", lambda: check_installed(wheel, folder, args.dependencies))
         if not args.no_docs:
             check("the docs are built without warnings", lambda: check_docs(folder))
     print("ready" if not failed else f"not ready: {failed} checks failed")

@@ -48,14 +48,14 @@ const withName = (rule, old, name) => { const at = rule.lastIndexOf(":"); return
 const sizePairs = (text) => text.split(",").map((part) => part.split("=").map((word) => word.trim())).filter(([name]) => name);
 const sizeText = (pairs) => pairs.map(([name, n]) => `${name}=${n}`).join(", ");
 
-/** Numbers for an axis from `low` to `high`, some four: multiples of 1, 2 or 5 times a power of ten, or these numbers themselves where the
- *  ends differ by more than a factor of ten. */
+/** Numbers for a logarithmic axis from `low` to `high`: evenly spaced round numbers, or, where the ends differ more, some numbers of each
+ *  power of ten. */
 function ticks(low, high) {
   const step = [1, 2, 5, 10].map((k) => k * 10 ** Math.floor(Math.log10((high - low) / 5))).find((size) => size >= (high - low) / 5);
   const first = Math.ceil(low / step);
-  if (high < 10 * low) return [...Array(Math.floor(high / step) - first + 1).keys()].map((k) => (first + k) * step);
+  if (high < 3 * low) return [...Array(Math.floor(high / step) - first + 1).keys()].map((k) => (first + k) * step);
   const decades = [...Array(Math.floor(Math.log10(high)) - Math.floor(Math.log10(low)) + 1).keys()].map((k) => 10 ** (k + Math.floor(Math.log10(low))));
-  const all = decades.flatMap((decade) => (high < 200 * low ? [1, 2, 5] : [1]).map((k) => k * decade));
+  const all = decades.flatMap((decade) => (high < 20 * low ? [1, 1.5, 2, 3, 5, 7] : high < 1000 * low ? [1, 2, 5] : [1]).map((k) => k * decade));
   return all.filter((value) => low <= value && value <= high);
 }
 const TIMES = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]], BYTES = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
@@ -155,9 +155,10 @@ export function mount(root, ask, linked = false) {
         make("section", {}, make("h2", {}, "Layout"),
           make("p", { class: "dim" }, "In order: an axis goes to the first rule whose dim is present."),
           list, text, layoutError, more,
-          make("p", { class: "row" }, ...[undo, textButton, pin, copyLayout, copyPython, copyLink, compile].filter(Boolean)),
-          hint("Pin this plan, then change a rule or choose another layout: the page says why the new plan is faster or slower."), statusLine, nameSection)),
-      make("div", { class: "results" }, cards, pins.section, facts, compiled, panels)),
+          make("p", { class: "row" }, ...[undo, textButton, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine, nameSection)),
+      make("div", { class: "results" }, cards,
+        make("div", { class: "pin" }, pin, hint("Pin this plan, then change a rule or load another layout: the page says why the new plan is faster or slower.")),
+        pins.section, facts, compiled, panels)),
   );
 
   // -- state
@@ -564,7 +565,7 @@ export function mount(root, ask, linked = false) {
     const rows = timed.filter((row) => row.seconds <= 8 * Math.min(...timed.map((r) => r.seconds))).sort((a, b) => a.seconds - b.seconds || a.peak - b.peak);
     plot.replaceChildren();
     if (rows.length < 3) return;
-    const [w, h, left, bottom, top] = [440, 230, 62, 34, 22];
+    const [w, h, left, bottom, top] = [440, 206, 62, 34, 22];
     const [capacity, capacityText] = rows[0].capacity ?? [Infinity, ""];
     const near = capacity <= 8 * Math.max(...rows.map((row) => row.peak)); // else the points would be at the bottom of the plot
     const axis = (key, from, to, units, ...more) => {
@@ -593,6 +594,7 @@ export function mount(root, ask, linked = false) {
       }, make("circle", { cx: x(row.seconds), cy: y(row.peak), r: row.name ? 5.5 : 4.5, class: kind }), make("title", {}, what.filter(Boolean).join("\n")));
     });
     const had = plot.dataset.focused;
+    const painted = (point) => ["", "misfit", "known", "best", "now"].findLastIndex((kind) => !kind || point.firstChild.classList.contains(kind)); // the last on top
     const kinds = new Set(points.flatMap((point) => { const of = [...point.firstChild.classList]; return of.length ? of : [""]; }));
     plot.append(make("svg", { viewBox: `0 0 ${w} ${h}`, role: "radiogroup", "aria-label": "candidates: step time against peak memory" },
       ...times.map(([value]) => line(`M${x(value)} ${top}V${h - bottom}`, "var(--line)")), ...sizes_.map(([value]) => line(`M${left} ${y(value)}H${w - 6}`, "var(--line)")),
@@ -600,7 +602,7 @@ export function mount(root, ask, linked = false) {
       ...times.map(([value, text_]) => label(x(value), h - bottom + 14, text_, "middle")), ...sizes_.map(([value, text_]) => label(left - 5, y(value) + 4, text_, "end")),
       label(w - 6, h - 3, "step time", "end"), label(left - 5, 10, "peak memory", "middle"),
       ...(near ? [line(`M${left} ${y(capacity)}H${w - 6}`, "var(--bad)", { "stroke-dasharray": "5 3" }),
-        label(w - 6, y(capacity) - 4, `capacity ${capacityText}`, "end", "var(--bad)")] : []), ...points),
+        label(w - 6, y(capacity) - 4, `capacity ${capacityText}`, "end", "var(--bad)")] : []), ...[...points].sort((a, b) => painted(a) - painted(b))),
     make("div", { class: "key" }, ...[["known", "known layout"], ["best", "search result"], ["", "candidate"], ["misfit", "does not fit"], ["now", "shown"]]
       .filter(([kind]) => kinds.has(kind)).map(([kind, name]) => make("span", {}, make("i", { class: kind }), name)),
     capacityText && !near ? make("span", {}, `capacity ${capacityText}`) : null));

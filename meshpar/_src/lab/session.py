@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import MeshError, MeshparError, TargetError
-from ..dims import parse_names
+from ..dims import parse_names, parse_pairs
 from ..hardware.topology import device_count, parse_topology
 from ..layout import Layout, characteristic_dims
 from ..layouts import PRESETS
@@ -469,15 +469,17 @@ def _parse_sizes(text: str) -> dict[str, int]:
     Raises:
       TargetError: another text, or a size that is not from 1 to ``MAX_SIZE``.
     """
-    out = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, _, value = (word.strip() for word in part.partition("="))
-        out[name] = int(value) if value.isascii() and value.isdigit() else 0
-        if not name or not 0 < out[name] <= MAX_SIZE:
-            raise TargetError(
-                f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}", fixes=["batch=32, seq=4096"]
-            )
-    return out
+
+    def wrong(part: str) -> TargetError:
+        return TargetError(
+            f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}", fixes=["batch=32, seq=4096"]
+        )
+
+    pairs = parse_pairs(text, wrong)
+    for name, value in pairs.items():
+        if not (value.isascii() and value.isdigit() and 0 < int(value) <= MAX_SIZE):
+            raise wrong(f"{name}={value}")
+    return {name: int(value) for name, value in pairs.items()}
 
 
 def _row(text: str, on: bool) -> _Row:
