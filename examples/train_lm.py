@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     evaluate = mp.jit(loss_of, **how)
     held_out = held_out_batches(text.held_out, args.batch, args.seq, args.eval_batches)
 
-    step.plan(model, optimizer, *held_out[0], dropout_key).print()
+    print(step.plan(model, optimizer, *held_out[0], dropout_key))
 
     losses: list[float] = []
     rates: list[float] = []

@@ -40,7 +40,7 @@ from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.naming import patterns_of
 from ..progress import Progress
-from ..report.document import PLAIN_WIDTH, Document
+from ..report.document import PLAIN_WIDTH
 from ..report.facts import fits
 from ..report.names import names_table
 from ..search import SearchOptions
@@ -769,7 +769,5 @@ def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text
         _say(args, f"wrote {path}")
     if args.json:
         print(as_json or shown.to_json())
-    elif text is None and isinstance(shown, Document):
-        shown.print()
     else:
         print(shown if text is None else text)

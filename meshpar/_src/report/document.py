@@ -58,22 +58,19 @@ class Document:
     def _repr_html_(self) -> str:
         return cell(self._html())
 
-    def print(self) -> None:
-        """Print the report on standard output: in colour on a terminal, else as :func:`str` has it.
-
-        ``FORCE_COLOR`` and ``NO_COLOR`` decide about colour if they are set.
-        """
-        forced, refused = bool(os.environ.get("FORCE_COLOR")), bool(os.environ.get("NO_COLOR"))
-        print(plain(self, _columns(), colour=(sys.stdout.isatty() or forced) and not refused))
-
     def __str__(self) -> str:
-        """Text without escape codes, since it may go to a log or a file: of the terminal's width, else of 120 columns."""
-        return plain(self, _columns())
+        return shown_text(self)
 
 
-def _columns() -> int:
-    """The width of the terminal that standard output is; else :data:`PLAIN_WIDTH`."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else PLAIN_WIDTH
+def shown_text(shown: Any) -> str:
+    """A rich renderable as text for standard output: at a terminal's width and in colour, else plain text of 120 columns.
+
+    ``FORCE_COLOR`` and ``NO_COLOR`` decide about colour if they are set.
+    """
+    terminal = sys.stdout.isatty()
+    forced, refused = bool(os.environ.get("FORCE_COLOR")), bool(os.environ.get("NO_COLOR"))
+    width = shutil.get_terminal_size().columns if terminal else PLAIN_WIDTH
+    return plain(shown, width, colour=(terminal or forced) and not refused)
 
 
 def plain(shown: Any, width: int = PLAIN_WIDTH, colour: bool = False) -> str:
