@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("meshpar", "meshpar_kernels")
-UNRELEASED = re.compile(r"unreleased|not released yet|nothing has been released", re.IGNORECASE)
+UNRELEASED = re.compile(r"\bunreleased\b|\bnot (yet )?released\b", re.IGNORECASE)
 HEAD = re.compile(r"^## \[(.+?)\] - (.+)$", re.MULTILINE)
 TARGET = '''
 """A small target, whose dims get their names from their uses."""
