@@ -6,12 +6,12 @@ The estimate is the length of the schedule of kernels and collectives (:mod:`cos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..plan.collectives import Collective
-from ..plan.plan import Plan
+from ..plan.plan import Overlap, Plan
 from ..units import format_bytes, format_seconds
 from .caching import cached_on_plan
 from .flops import model_flops
@@ -110,15 +110,19 @@ def _busiest_axis(collectives: Iterable[Collective]) -> float:
 
 
 def _estimate(plan: Plan) -> float:
-    """Seconds of a step: of its schedule, with the exposed seconds of rings and of collectives that no kernel of it sends."""
-    schedule = schedules(plan)
-    exposed = [
-        o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
-    ]
-    scheduled = {t.collective for s in schedule.values() for t in s.transfers}
+    """Seconds of a step: of its schedule, with the collectives that are not in it."""
+    unscheduled = math.fsum(seconds for _, seconds in unscheduled_seconds(plan))
+    return unscheduled + schedules(plan)[computation_of(plan)].seconds
+
+
+def unscheduled_seconds(plan: Plan) -> Iterator[tuple[Overlap | Collective, float]]:
+    """What a step's estimate adds to its schedule: the exposed seconds of rings, and of collectives that no kernel of it sends."""
+    for o in plan.overlaps:
+        if o.choice != "xla" and o.exposed is not None:
+            yield o, o.exposed[o.choice] * (o.count or 1)
+    scheduled = {t.collective for s in schedules(plan).values() for t in s.transfers}
     sent = (c for step in plan.body.all_steps for c in separate_collectives(step))
-    exposed += [c.total_seconds for c in sent if c not in scheduled]
-    return math.fsum(exposed) + schedule[computation_of(plan)].seconds
+    yield from ((c, c.total_seconds) for c in sent if c not in scheduled)
 
 
 def _bottleneck(plan: Plan, time: Time) -> str:

@@ -59,7 +59,7 @@ def pipelines_html(plan: Plan) -> str:
     shown = "FBW" if any("W" in p.schedule.order for p in plan.pipelines) else "FB"
     used = [KINDS[letter] for letter in shown]
     numbers = "<span>numbers: microbatches</span>" * ("<text" in out)
-    legend = key([*((f"c{color}", name) for _, color, name in used), ("idle", "idle")], numbers)
+    legend = key([*((f"p{color}", name) for _, color, name in used), ("idle", "idle")], numbers)
     return out + legend if "<svg" in out else out
 
 
@@ -104,7 +104,7 @@ def _cells(
             title = f"<title>{text}{f', round {group}' if schedule.rounds > 1 else ''}</title>"
             label = f'<text x="{x + CELL_WIDTH / 2 - 0.5}" y="{y + CELL_HEIGHT - 4}">{microbatch}</text>'
         rect = f'<rect x="{x}" y="{y}" width="{width - numbered}" height="{CELL_HEIGHT - 1}"/>'
-        yield f'<g class="c{color}{late}">{title}{rect}{label}</g>'
+        yield f'<g class="p{color}{late}">{title}{rect}{label}</g>'
 
 
 def picture(schedule: Schedule) -> str:
