@@ -29,7 +29,9 @@ SOURCED = re.compile(rf"(?<![\w.])(?P<figure>{FIGURE})(?:\s?(?P<unit>{UNIT})(?![
 CLAIMED = re.compile(
     rf"(?<![\w.-])(?P<figures>{FIGURE}(?:\s?(?:to|–|→|and|or|of)\s{FIGURE})*)\s?(?P<unit>{UNIT})(?![\w/]|\s?\d)|(?<![\w.=-])(?P<bare>\d+\.\d+)(?![\w.])"
 )
-NAMES = re.compile(r"(?:Python|jax|JAX|Llama|libtpu|Before|GPT|version) \d[\w.]*(?:(?:,| to| and) \d[\d.]*)*(?: \d+B)?|\b\d+B\b")
+NAMES = re.compile(
+    r"(?:Python|jax|JAX|Llama|libtpu|Before|GPT|version) \d[\w.]*(?:(?:,| to| and) \d[\d.]*)*(?: \d+B)?|\b\d+B\b"
+)
 SOURCE = re.compile(r'<!-- from (?P<file>[\w/.-]+|=)(?: "(?P<lines>[^"]*)")?(?: (?P<value>.+?))? -->')
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 FILES = [blocks.README, *blocks.PAGES]
@@ -128,8 +130,14 @@ OUTPUT = "```python\nprint(1)\n```\n<!-- output -->\n\n```text\nstep 12783 ms, p
         ("It takes 12.9 s.", 1),
         ("It takes 12 to 13 s.", 1),  # 12.783 is rounded to 13
         ("It takes 13 times as long, 10 GB, `5 ms`, Python 3.11, Llama 3.1 405B, 128 × 128, 5 %.", 2),
-        ("It is 0.928 to 1.002.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->", 0),
-        ("It is 0.928 to 1.000.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->", 1),
+        (
+            "It is 0.928 to 1.002.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->",
+            0,
+        ),
+        (
+            "It is 0.928 to 1.000.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->",
+            1,
+        ),
         ("- 1.75 <!-- from = (4 + 4 - 1) / 4 -->\n- 1.75", 1),
         ("| 1.75 |\n|---|\n| 1.75 |\n<!-- from = 7 / 4 -->", 0),
     ],

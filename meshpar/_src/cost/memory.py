@@ -27,6 +27,9 @@ from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, arr
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
 
+GATHERED = "gathered buffers"
+"""The role of temporaries that collectives write: gathered weights and activations, sums."""
+
 
 @dataclass(slots=True)
 class Memory:
@@ -82,10 +85,16 @@ def memory_of(plan: Plan) -> Memory:
 
 
 def memory_by_role(plan: Plan) -> list[dict[str, float]]:
-    """The live bytes of each role at each of :attr:`Memory.points`. In each, the roles add up to the point's bytes."""
-    memory, role_of = memory_of(plan), buffer_roles(plan)
+    """The live bytes of each role at each of :attr:`Memory.points`, temporaries without the results of collectives
+    (:data:`GATHERED`). In each, the roles add up to the point's bytes."""
+    memory, roles = memory_of(plan), buffer_roles(plan)
     live: dict[Buffer, float] = {}
-    total, done, out = dict.fromkeys(ROLES, 0.0), 0, []
+    total, done, out = dict.fromkeys((*ROLES, GATHERED), 0.0), 0, []
+
+    def role_of(item: Buffer) -> str:
+        role, made = roles(item), item.made_by
+        return GATHERED if role == "temporaries" and made is not None and made.kind is Kind.MOVE else role
+
     for count, in_flight in memory.marks:
         for item, size in memory.events[done:count]:
             total[role_of(item)] += -live.pop(item) if size is None else live.setdefault(item, size)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from html import escape
+from dataclasses import asdict
 from typing import Any
 
 from ..cost.decoding import decoding_of
@@ -12,10 +11,11 @@ from ..cost.memory import memory_by_role, memory_of
 from ..cost.time import time_of
 from ..hardware.calibration import EFFICIENCIES
 from ..plan.plan import Plan
-from ..units import format_bytes, format_memory, format_seconds, memory_ticks
+from ..units import format_seconds
 from .colours import ROLE_CLASSES, AxisColours
 from .facts import location_of_op, title
-from .timeline import COMPUTE, HOST, LOOP, Span, Timeline, kernel_phases, timeline
+from .tables import html_picture
+from .timeline import COMPUTE, LOOP, kernel_phases, timeline
 
 
 def plan_json(plan: Plan) -> str:
@@ -56,94 +56,35 @@ def calibration_rates(plan: Plan) -> dict[str, Any] | None:
     return {"measured_on": plan.chip.calibration, **{k: getattr(plan.chip.compiler, k) for k in EFFICIENCIES}}
 
 
-def drawing(name: str, label: str, data: Any) -> str:
-    """The place in which the function ``name`` of the page's script draws some data; ``label``: for screen readers."""
-    text = json.dumps(data).replace("<", "\\u003c")
-    script = f'<script type="application/json">{text}</script>'
-    return f'<div class="picture" data-draw="{name}" data-label="{escape(label)}">{script}</div>'
-
-
-def timeline_drawing(plan: Plan, colours: AxisColours) -> str:
+def timeline_picture(plan: Plan, colours: AxisColours) -> str:
     """The timeline of a step; "" without a chip. A loop has one iteration, which the script repeats."""
     line = timeline(plan)
     if line is None:
         return ""
-    used = dict.fromkeys(span.lane for span, _ in line.walk())
-    lanes = [
-        COMPUTE,
-        *sorted(lane for lane in used if lane not in (COMPUTE, LOOP, HOST)),
-        *([HOST] if HOST in used else []),
-    ]
-
-    def run(of: Timeline) -> dict[str, Any]:
-        return {"seconds": of.seconds, "spans": [span(s) for s in of.spans]}
-
-    def span(s: Span) -> dict[str, Any]:
-        out = {"lane": s.lane, "at": s.start, "s": s.seconds, "name": s.name, "tip": _tip(s), "phase": s.phase}
-        if s.body is not None:
-            return {**out, "trips": s.trips, "body": run(s.body)}
-        return {**out, "exposed": s.exposed, "css": colours.first(s.axes) if s.axes else "ink", "dims": s.detail}
-
-    what = f"timeline of a step of {title(plan)}: {format_seconds(line.seconds)}"
-    return drawing("drawTimeline", what, {**run(line), "lanes": lanes})
+    lanes = {COMPUTE, *(span.lane for span, _ in line.walk())} - {LOOP}
+    data = {**asdict(line), "lanes": sorted(lanes, key=lambda lane: (lane != COMPUTE, lane)), "colours": colours.of}
+    return html_picture("drawTimeline", f"timeline of a step of {title(plan)}: {format_seconds(line.seconds)}", data)
 
 
-def _tip(s: Span) -> str:
-    """The lines of the tooltip of a timeline's box: name, seconds, dims and bytes, cause with its rule, source line."""
-    if s.body is not None:
-        times = f"{format_seconds(s.seconds)} = {s.trips} × {format_seconds(s.body.seconds)}"
-        return "\n".join(filter(None, (f"{s.name}: {times}", s.source)))
-    over = f" over {'+'.join(s.axes)}" if s.axes else ""
-    wait = "" if s.lane == COMPUTE else f", {format_seconds(s.exposed)} exposed" if s.exposed else ", hidden"
-    of = {COMPUTE: "of HBM traffic", HOST: "per device"}.get(s.lane, "sent per device")
-    traffic = f"{format_bytes(s.bytes)} {of}" if s.bytes else ""
-    head = f"{s.name}{over}: {format_seconds(s.seconds)}{wait}"
-    return "\n".join(filter(None, (head, s.detail or "(scalar)", traffic, s.cause, s.source)))
-
-
-def memory_drawing(plan: Plan) -> str:
+def memory_picture(plan: Plan) -> str:
     """Live bytes by role after each kernel of a step, with its phase, and the capacity of the device."""
-    memory, chip, phases = memory_of(plan), plan.chip, kernel_phases(plan)
-    capacity = chip.per_device().hbm if chip is not None else math.inf
-    top = memory.peak * 1.12 or 1.0
-    if capacity < 3 * memory.peak:
-        top = max(top, capacity * 1.05)
-    stacks = memory_by_role(plan)
+    phases, stacks = kernel_phases(plan), memory_by_role(plan)
     roles = [role for role in ROLE_CLASSES if any(stack[role] > 0 for stack in stacks)]
     points = [
-        {
-            "phase": phases[node],
-            "name": node.origin_name,
-            "source": node.source,
-            "bytes": [stack[role] for role in roles],
-        }
-        for (_, _, node), stack in zip(memory.points, stacks, strict=True)
+        [phases[node], node.name, node.source, *(stack[role] for role in roles)]
+        for (_, _, node), stack in zip(memory_of(plan).points, stacks, strict=True)
     ]
-    capacity_text = "" if math.isinf(capacity) else format_memory(capacity)
-    data = {"roles": [[role, ROLE_CLASSES[role]] for role in roles], "points": points, "top": top}
-    data |= {"ticks": memory_ticks(top), "peakText": format_memory(memory.peak), "capacityText": capacity_text}
-    data["capacity"] = None if math.isinf(capacity) else capacity
-    return drawing("drawMemory", f"live bytes over the ops of a step; the peak is {format_memory(memory.peak)}", data)
+    capacity = None if plan.chip is None else plan.chip.per_device().hbm
+    data = {"roles": [[role, ROLE_CLASSES[role]] for role in roles], "points": points, "capacity": capacity}
+    return html_picture("drawMemory", "live bytes over the ops of a step", data)
 
 
-def roofline_drawing(plan: Plan, most: int = 12) -> str:
-    """FLOPs per byte and FLOP/s of the step and of the lines with the longest time; "" without a chip, or without matmuls."""
+def roofline_picture(plan: Plan) -> str:
+    """FLOPs, bytes of HBM traffic and seconds in a step of each line with matmuls, and of the step; "" without a chip."""
     time, chip = time_of(plan), plan.chip
     if time is None or chip is None:
         return ""
-    groups: dict[str, list[float]] = {}
-    for op in time.ops:
-        name = f"{op.name} at {location_of_op(op.origin)}"
-        group = groups.setdefault(name, [0.0, 0.0, 0.0])
-        for k, amount in enumerate((op.flops, op.bytes, op.seconds)):
-            group[k] += amount * op.count
-    step = [sum(group[k] for group in groups.values()) for k in range(2)]
-    if not all(step):
-        return ""
-    longest = sorted(groups.items(), key=lambda g: -g[1][2])
-    shown = [[name, *group] for name, group in longest if group[0] and group[1]][:most]
-    device = chip.per_device()
-    points = [["the step", *step, time.seconds], *shown]
-    data = {"flops": device.flops, "bandwidth": device.hbm_bandwidth, "chip": chip.name, "points": points}
-    reached = f"{100 * step[0] / (time.seconds * device.flops):.0f} % of the peak FLOP/s"
-    return drawing("drawRoofline", f"roofline of the step: {step[0] / step[1]:.0f} FLOPs per byte, {reached}", data)
+    device, ops = chip.per_device(), [o for o in time.ops if o.bytes]
+    points = [(location_of_op(o.origin), o.flops * o.count, o.bytes * o.count, o.seconds * o.count) for o in ops]
+    data = {"chip": chip.name, "flops": device.flops, "bandwidth": device.hbm_bandwidth, "seconds": time.seconds}
+    return html_picture("drawRoofline", "roofline of the step", {**data, "points": points}) if time.compute else ""

@@ -10,7 +10,7 @@ from html import escape
 import jax
 
 from ..cost.decoding import decoding_of
-from ..cost.memory import Memory, memory_of
+from ..cost.memory import Memory, memory_by_role, memory_of
 from ..cost.time import time_of
 from ..hardware.topology import Stage
 from ..plan.collectives import Collective
@@ -18,12 +18,12 @@ from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, with_article
 from . import facts
 from .colours import ROLE_CLASSES, AxisColours
-from .data import memory_drawing, plan_json, roofline_drawing, timeline_drawing
+from .data import memory_picture, plan_json, roofline_picture, timeline_picture
 from .document import cell, page
 from .facts import RuleEffect
 from .pipeline import pipelines_html
 from .sections import sections
-from .tables import GROUP, Cell, Table, code, key, number
+from .tables import GROUP, Cell, Table, code, html_picture, key, number
 from .timeline import step_bounds
 
 MIN_SHARE = 0.02
@@ -32,10 +32,7 @@ MAX_OPEN_COLLECTIVES = 12
 """Of a plan with more collectives, the tables of the rules are closed."""
 NOT_ESTIMATED = "not estimated: no topology"
 NOTHING_SENT = "<p>Each device sends nothing.</p>"
-STEP_TIME = (
-    "All bars have the same scale. The estimate overlaps kernels and collectives. A collective over several axes has the colour of "
-    "the first."
-)
+STEP_TIME = "All bars have the same scale. A collective over several axes has the colour of the first."
 PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
 RULES = (
     "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
@@ -43,19 +40,13 @@ RULES = (
 )
 COLLECTIVES = "By the rule that causes them. Bytes are sent by each device. Click a heading to sort."
 TIMELINE = (
-    "The estimate. Kernels run sequentially; the next kernel waits for exposed communication, and hidden communication (paler) "
-    "overlaps with kernels. A loop whose iterations are too narrow is one box; its height is the share of its time in which the "
-    "lane is busy. Drag to zoom in, or use the buttons or the keys + and −; point at a box, or press the arrow keys on it, for "
-    "its dims, bytes and line."
+    "Kernels wait for exposed communication; hidden communication (paler) overlaps with them. A loop with narrow iterations is one "
+    "box, as high as the lane is busy. Drag, or use the buttons or the keys + − 0, to zoom; point at a box for its line."
 )
 MEMORY = (
-    "Live bytes after each op of a step, by kind; each loop body once. Point at the picture, or press the arrow keys on it, for "
-    "an op."
+    "Live bytes after each op of a step, by kind; each loop body once. Point at it, or press the arrow keys, for an op."
 )
-ROOFLINE = (
-    "Above: FLOP/s that a device could reach with as many FLOPs for each byte of HBM traffic. Below: the FLOP/s of the estimate, "
-    "recomputation included; for the step, waiting included. Larger circles take more of the step."
-)
+ROOFLINE = "FLOP/s of the estimate, recomputation included; for the step, waiting included. Larger circles take more of the step."
 """The content of the sections of a page."""
 
 
@@ -83,10 +74,10 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
     colours = AxisColours(plan.sizes)
     every = [
         ("Step time", step_parts(plan, colours), STEP_TIME),
-        ("Timeline", timeline_section(plan, colours), TIMELINE),
+        ("Timeline", timeline_section(plan, colours), TIMELINE if plan.chip else ""),
         ("Pipeline", pipelines_html(plan), PIPELINE),
         ("Memory per device", memory_curve(plan), MEMORY),
-        ("Roofline", roofline_drawing(plan), ROOFLINE),
+        ("Roofline", roofline_picture(plan), ROOFLINE),
         ("Rules", rules_table(plan, colours), RULES),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
@@ -133,7 +124,7 @@ def verdict(plan: Plan) -> str:
         return f'<p class="verdict">Each device needs {format_memory(peak)} and sends {format_bytes(plan.bytes_sent)} a step.</p>'
     does = "<b>Fits</b>" if facts.fits(plan) else '<b class="up">Does not fit</b>'
     bounds = step_bounds(plan)
-    shares = [f"{name} {100 * n / time.seconds:.0f} %" for name, n in bounds if n >= MIN_SHARE * time.seconds]
+    shares = [f"{name} {100 * n / time.seconds:.0f}\u00a0%" for name, n in bounds if n >= MIN_SHARE * time.seconds]
     bound = f", bound by <b>{escape(bounds[0][0])}</b>: {escape(', '.join(shares))} of the step" if shares else ""
     return (
         f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. A step takes about '
@@ -214,20 +205,9 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     ]
     copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
-    longest = max(value for _, value, _ in rows) or 1.0
-
-    def bar(kind: str, n: float, of: str) -> str:
-        title = escape(f"{of}: {format_seconds(n)}")
-        return f'<i class="{kind}" style="width:{100 * n / longest:.2f}%" title="{title}"></i>' if n > 0 else ""
-
-    out = "".join(
-        f'<div><span>{label}</span><span class="track">{"".join(bar(*s) for s in segments)}</span>'
-        f'<span class="n">{format_seconds(value)}</span></div>'
-        for label, value, segments in rows
-    )
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
-    return f'<div class="parts">{out}</div>{legend(plan, colours, kinds)}'
+    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds)
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
@@ -302,17 +282,17 @@ def memory_curve(plan: Plan) -> str:
     padding = facts.padding_text(plan)
     about = f'<p class="dim">{escape(padding)}</p>' if padding else ""
     return (
-        f"{memory_drawing(plan)}<h3>the peak{escape(source)}</h3>{_peak_kinds(memory)}{about}"
+        f"{memory_picture(plan)}<h3>the peak{escape(source)}</h3>{_peak_kinds(plan)}{about}"
         f"{_peak_arrays(memory, bool(padding))}"
     )
 
 
-def _peak_kinds(memory: Memory) -> str:
+def _peak_kinds(plan: Plan) -> str:
     """The roles of the arrays at the peak, as one bar with a legend."""
-    kinds = [(ROLE_CLASSES[kind], f"{kind} {format_memory(n)}", n) for kind, n in memory.by_kind.items()]
+    highest = max(memory_by_role(plan), key=lambda stack: sum(stack.values()))
+    kinds = [(ROLE_CLASSES[kind], f"{kind} {format_memory(n)}", n) for kind, n in highest.items() if n > 0]
     bars = "".join(
-        f'<i class="{colour}" style="flex:{n / memory.peak:.4f} 0 0" title="{escape(text)}"></i>'
-        for colour, text, n in kinds
+        f'<i class="{colour}" style="flex:{n:.0f} 0 0" title="{escape(text)}"></i>' for colour, text, n in kinds
     )
     return f'<div class="stack">{bars}</div>{key((colour, text) for colour, text, _ in kinds)}'
 
@@ -336,7 +316,7 @@ def timeline_section(plan: Plan, colours: AxisColours) -> str:
         ("wait", "exposed: kernels wait"),
         ("c0 hidden", "paler: hidden, overlaps with kernels"),
     )
-    return timeline_drawing(plan, colours) + legend(plan, colours, kinds)
+    return timeline_picture(plan, colours) + legend(plan, colours, kinds)
 
 
 def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = None) -> str:

@@ -241,7 +241,7 @@ function collectivesCsv(collectives) {
 // -- pictures that are drawn from the data in the page
 
 /** The functions that draw, by the name in `data-draw`. Another picture is one more function here. */
-const PICTURES = { drawTimeline, drawMemory, drawRoofline };
+const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts };
 
 /** Draw a picture from the JSON in it, and again whenever its width changes. */
 function drawn(place, kept) {
@@ -272,6 +272,14 @@ function memoryText(n) {
     if (n >= (unit === "GiB" ? 0.1 * size : size)) return `${(n / size).toFixed(digits)} ${unit}`;
   }
   return `${n.toFixed(0)} B`;
+}
+
+/** `1.5 MB`: bytes of traffic, as reports have it. */
+function bytesText(n) {
+  for (const unit of ["B", "kB", "MB", "GB", "TB"]) {
+    if (n < 1000 || unit === "TB") return `${unit === "B" || n >= 100 ? n.toFixed(0) : Number(n.toPrecision(3))} ${unit}`;
+    n /= 1000;
+  }
 }
 
 /** The largest of 1, 2 or 5 times a power of ten that is at most `n`. */
@@ -311,6 +319,16 @@ function drawTimeline(place, data, kept) {
   const whole = data.seconds;
   const view = kept.timeline?.whole === whole ? kept.timeline : (kept.timeline = { whole, from: 0, to: whole });
   const shares = new Map();
+  const cssOf = (s) => (s.axes.length ? data.colours[s.axes[0]] : "ink");
+
+  /** The lines of the tooltip of a span: name, seconds, dims and bytes, cause with its rule, source line. */
+  function tipOf(s) {
+    if (s.body) return [`${s.name}: ${secondsText(s.seconds)} = ${s.trips} × ${secondsText(s.body.seconds)}`, s.source];
+    const over = s.axes.length ? ` over ${s.axes.join("+")}` : "";
+    const wait = s.lane === "compute" ? "" : s.exposed ? `, ${secondsText(s.exposed)} exposed` : ", hidden";
+    const of = { compute: "of HBM traffic", "host link": "per device" }[s.lane] ?? "sent per device";
+    return [`${s.name}${over}: ${secondsText(s.seconds)}${wait}`, s.dims || "(scalar)", s.bytes && `${bytesText(s.bytes)} ${of}`, s.cause, s.source];
+  }
 
   /** Of a run of a computation, lane → seconds: busy, exposed, by colour; and its phases. */
   function totals(run) {
@@ -329,9 +347,9 @@ function drawTimeline(place, data, kept) {
         inner.phases.forEach((phase) => out.phases.add(phase));
       } else {
         const mine = lane(s.lane);
-        mine.busy += s.s;
+        mine.busy += s.seconds;
         mine.exposed += s.exposed;
-        mine.css[s.css] = (mine.css[s.css] ?? 0) + s.s;
+        mine.css[cssOf(s)] = (mine.css[cssOf(s)] ?? 0) + s.seconds;
         if (s.lane === "compute") out.phases.add(s.phase);
       }
     }
@@ -349,11 +367,12 @@ function drawTimeline(place, data, kept) {
     };
     const visit = (run, at) => {
       for (const s of run.spans) {
-        const start = at + s.at, end = start + s.s;
+        const start = at + s.start, end = start + s.seconds;
         if (start > view.to || end < view.from) continue;
         if (!s.body) {
+          const waitsFirst = s.exposed && !run.spans.some((k) => ["compute", "loop"].includes(k.lane) && k.start <= s.start + 1e-3 * s.seconds && k.start + k.seconds > s.start + 1e-3 * s.seconds);
           const labels = [s.dims ? `${s.name} ${s.dims}` : s.name, s.name];
-          lanes[s.lane].push({ start, end, busy: s.s, exposed: s.exposed, css: s.css, tip: s.tip, labels, n: 1 });
+          lanes[s.lane].push({ start, end, busy: s.seconds, exposed: s.exposed, css: cssOf(s), tip: tipOf(s), labels, n: 1, waitsFirst });
           if (s.lane === "compute") phase(start, end, s.phase);
         } else if (s.body.seconds * scale >= MIN_ITERATION || s.trips === 1) {
           const each = s.body.seconds;
@@ -364,10 +383,10 @@ function drawTimeline(place, data, kept) {
           for (const [lane, of] of Object.entries(inner.lanes)) {
             const css = Object.entries(of.css).sort((a, b) => b[1] - a[1])[0][0];
             const busy = s.trips * of.busy, exposed = s.trips * of.exposed;
-            const share = `${lane}: busy ${secondsText(busy)} (${(100 * busy / s.s).toFixed(0)} %)${exposed ? `, exposed ${secondsText(exposed)}` : ""}`;
+            const share = `${lane}: busy ${secondsText(busy)} (${(100 * busy / s.seconds).toFixed(0)} %)${exposed ? `, exposed ${secondsText(exposed)}` : ""}`;
             const labels = lane === "compute" ? [`${s.name} × ${s.trips}, ${secondsText(s.body.seconds)} each`, `${s.name} × ${s.trips}`, `× ${s.trips}`]
               : [`${secondsText(busy)}${exposed ? `, ${secondsText(exposed)} exposed` : ""}`, secondsText(busy)];
-            lanes[lane].push({ start, end, busy, exposed, css, tip: `${s.tip}\n${share}`, labels, n: 1, loop: true });
+            lanes[lane].push({ start, end, busy, exposed, css, tip: [...tipOf(s), share], labels, n: 1, loop: true });
           }
           phase(start, end, [...inner.phases].join(" and "));
         }
@@ -390,7 +409,7 @@ function drawTimeline(place, data, kept) {
         last.exposed += box.exposed;
         last.n += box.n;
         last.labels = [];
-        last.tip = `${last.n} ${lane === "compute" ? "kernels" : "collectives or copies"}: ${secondsText(last.busy)}${last.exposed ? `, ${secondsText(last.exposed)} exposed` : ""}\nzoom in to see each`;
+        last.tip = [`${last.n} ${lane === "compute" ? "kernels" : "collectives or copies"}: ${secondsText(last.busy)}${last.exposed ? `, ${secondsText(last.exposed)} exposed` : ""}`, "zoom in to see each"];
       } else {
         out.push({ ...box, small });
       }
@@ -426,9 +445,9 @@ function drawTimeline(place, data, kept) {
 
   /** The loops that take most of the step, with the start of their first iterations. */
   function loops(run, at, runs) {
-    return run.spans.filter((s) => s.body && s.trips > 1 && s.s * runs > 0.04 * whole).flatMap((s) => {
+    return run.spans.filter((s) => s.body && s.trips > 1 && s.seconds * runs > 0.04 * whole).flatMap((s) => {
       const phases = [...totals(s.body).phases].join(" and ");
-      return [{ text: `${s.name.replace(/^loop over /, "")}: ${phases}`, from: at + s.at, seconds: s.body.seconds }, ...loops(s.body, at + s.at, runs * s.trips)];
+      return [{ text: `${s.name.replace(/^loop over /, "")}: ${phases}`, from: at + s.start, seconds: s.body.seconds }, ...loops(s.body, at + s.start, runs * s.trips)];
     });
   }
   const jumps = loops(data, 0, 1).slice(0, 4).map(({ text, from, seconds }) =>
@@ -468,11 +487,11 @@ function drawTimeline(place, data, kept) {
         const part = box.busy ? Math.min(1, box.exposed / box.busy) : 0, tall = box.loop || box.small ? Math.max(2, (high - 4) * share) : high - 4;
         const hidden = name !== "compute" && part < 1;
         const kind = `${box.css}${hidden ? (part ? " partly" : " hidden") : ""}${box.loop ? " loop" : ""}`;
-        const up = box.loop || box.small ? "0deg" : "270deg";
+        const from = box.loop || box.small ? "0deg" : box.waitsFirst ? "90deg" : "270deg"; // the side of the exposed part
         const text = tall > 12 ? label(box.labels, w) : "";
         lane.append(make("i", {
-          class: kind, role: "img", "aria-label": box.tip, tabindex: -1, "data-start": box.start, "data-seconds": box.end - box.start,
-          style: `left:${x}px;width:${w}px;top:${2 + box.row * high + (high - 4 - tall)}px;height:${tall}px;--part:${100 * part}%;--up:${up};line-height:${tall}px`,
+          class: kind, role: "img", "aria-label": box.tip.filter(Boolean).join("\n"), tabindex: -1, "data-start": box.start, "data-seconds": box.end - box.start,
+          style: `left:${x}px;width:${w}px;top:${2 + box.row * high + (high - 4 - tall)}px;height:${tall}px;--part:${100 * part}%;--from:${from};line-height:${tall}px`,
         }, text));
       }
       lane.querySelector("i")?.setAttribute("tabindex", "0");
@@ -556,29 +575,37 @@ function drawTimeline(place, data, kept) {
 
 /** Live bytes over the ops of a step, stacked by role, with the passes below and the capacity of the device. */
 function drawMemory(place, data) {
-  const n = data.points.length, top = data.top, points = data.points;
-  const x = (k) => (100 * k) / n, y = (size) => 100 - (100 * size) / top;
+  const order = ["parameters", "optimizer state", "other inputs", "constants", "gradients", "saved activations"];
+  const rank = ([role]) => (order.includes(role) ? order.indexOf(role) : order.length);
+  const points = data.points.map(([phase, name, source, ...bytes]) => ({ phase, name, source, bytes })), n = points.length;
+  const highest = Math.max(...points.map(({ bytes }) => bytes.reduce((a, b) => a + b, 0))) || 1;
+  const limit = data.capacity !== null && data.capacity < 3 * highest;
+  const top = Math.max(1.12 * highest, limit ? 1.05 * data.capacity : 0);
+  const [unit, size] = [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]].find(([name, bytes]) => top >= (name === "GiB" ? 0.1 * bytes : bytes));
+  const step = roundStep(top / size / 3.5) * size;
+  const ticks = Array.from({ length: Math.floor(top / step) + 1 }, (_, k) => [k * step, k ? `${Number(((k * step) / size).toPrecision(6))} ${unit}` : "0"]);
+  const x = (k) => (100 * k) / n, y = (bytes) => 100 - (100 * bytes) / top;
   const below = points.map(() => 0);
-  const areas = data.roles.map(([, css], role) => {
+  const areas = data.roles.map((role, k) => [rank(role), k]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, role]) => {
+    const [, css] = data.roles[role];
     const bottom = [...below];
     points.forEach((point, k) => { below[k] += point.bytes[role]; });
     const steps = (heights) => points.flatMap((_, k) => [`${x(k).toFixed(3)},${y(heights[k]).toFixed(3)}`, `${x(k + 1).toFixed(3)},${y(heights[k]).toFixed(3)}`]);
     return make("path", { class: css, d: `M${[...steps(below), ...steps(bottom).reverse()].join(" ")}Z` });
   });
   const peak = below.indexOf(Math.max(...below));
-  const limit = data.capacity !== null && data.capacity <= top;
   const cursor = make("line", { class: "cursor", y1: 0, y2: 100, x1: -1, x2: -1 });
   const svg = make("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", "aria-hidden": "true" }, ...areas,
     limit && make("line", { class: "limit", x1: 0, x2: 100, y1: y(data.capacity), y2: y(data.capacity) }), cursor);
   const side = x(peak) > 50 ? `right:${100 - x(peak + 1)}%` : `left:${x(peak)}%`;
   const marks = [
-    ...data.ticks.map(([size, text]) => make("span", { class: "tick", style: `top:${y(size)}%` }, text)),
-    make("span", { class: "mark", style: `${side};top:${y(below[peak])}%;transform:translateY(-108%)` }, `peak ${data.peakText}`),
-    limit && make("span", { class: "mark limit", style: `left:4px;top:${y(data.capacity)}%;transform:translateY(${y(data.capacity) > 12 ? -104 : 4}%)` }, `capacity ${data.capacityText}`),
-    !limit && data.capacity !== null && make("span", { class: "mark dim", style: "right:0;top:0" }, `capacity ${data.capacityText} ↑`),
+    ...ticks.map(([size, text]) => make("span", { class: "tick", style: `top:${y(size)}%` }, text)),
+    make("span", { class: "mark", style: `${side};top:${y(below[peak])}%;transform:translateY(-108%)` }, `peak ${memoryText(highest)}`),
+    limit && make("span", { class: "mark limit", style: `left:4px;top:${y(data.capacity)}%;transform:translateY(${y(data.capacity) > 12 ? -104 : 4}%)` }, `capacity ${memoryText(data.capacity)}`),
+    !limit && data.capacity !== null && make("span", { class: "mark dim", style: "right:0;top:0" }, `capacity ${memoryText(data.capacity)} ↑`),
   ];
   const plot = make("div", {
-    class: "plot", tabindex: 0, role: "slider", "aria-label": place.dataset.label, "aria-valuemin": 0, "aria-valuemax": n - 1, "aria-valuenow": peak,
+    class: "plot", tabindex: 0, role: "slider", "aria-label": `${place.dataset.label}; the peak is ${memoryText(highest)}`, "aria-valuemin": 0, "aria-valuemax": n - 1, "aria-valuenow": peak,
   }, svg, ...marks.filter(Boolean));
   const bands = [];
   points.forEach(({ phase }, k) => {
@@ -601,7 +628,7 @@ function drawMemory(place, data) {
   };
   const hide = () => { tip.hide(); cursor.setAttribute("x1", -1); cursor.setAttribute("x2", -1); };
   const now = () => Number(plot.getAttribute("aria-valuenow"));
-  plot.setAttribute("aria-valuetext", `peak: ${data.peakText}`);
+  plot.setAttribute("aria-valuetext", `peak: ${memoryText(highest)}`);
   plot.addEventListener("pointermove", (e) => {
     const box = plot.getBoundingClientRect();
     show(Math.max(0, Math.min(n - 1, Math.floor(((e.clientX - box.left) / box.width) * n))));
@@ -630,11 +657,19 @@ function drawRoofline(place, data) {
   const view = make("div", {});
   place.prepend(view);
   const tip = tooltip(place);
-  const points = data.points.map(([name, flops, bytes, seconds]) => ({ name, intensity: flops / bytes, rate: flops / seconds, seconds, flops, bytes }));
+  const groups = new Map(), all = { name: "the step", flops: 0, bytes: 0, seconds: data.seconds };
+  for (const [name, flops, bytes, seconds] of data.points) {
+    const group = groups.get(name) ?? { name, flops: 0, bytes: 0, seconds: 0 };
+    groups.set(name, { name, flops: group.flops + flops, bytes: group.bytes + bytes, seconds: group.seconds + seconds });
+    all.flops += flops;
+    all.bytes += bytes;
+  }
+  const longest = [...groups.values()].filter(({ flops }) => flops).sort((a, b) => b.seconds - a.seconds).slice(0, 12);
+  const points = [all, ...longest].map((p) => ({ ...p, intensity: p.flops / p.bytes, rate: p.flops / p.seconds }));
   const ridge = data.flops / data.bandwidth, roof = (i) => Math.min(data.flops, i * data.bandwidth);
   const each = (of) => points.map((point) => point[of]);
   const xs = [Math.min(...each("intensity"), ridge / 4) / 1.6, Math.max(...each("intensity"), ridge * 4) * 1.6];
-  const ys = [Math.min(...each("rate"), data.flops / 20) / 1.6, data.flops * 1.8];
+  const ys = [Math.min(...each("rate"), data.flops / 8) / 1.6, data.flops * 1.8];
   const rate = (n) => `${Number((n / 1e12).toPrecision(3))} TFLOP/s`;
   const powers = ([a, b]) => Array.from({ length: 40 }, (_, k) => 10 ** (k - 6)).filter((p) => p >= a && p <= b);
   return () => {
@@ -669,4 +704,61 @@ function drawRoofline(place, data) {
       text(r, height - 4, "FLOPs per byte of HBM traffic", { "text-anchor": "end" }));
     view.replaceChildren(svg);
   };
+}
+
+const MAX_NUMBERED_TICKS = 64; // longer pictures of pipelines have bars in place of numbered slots
+
+/** The slots of the stages of a pipeline: a row per stage with a line for each of its loops, a column per tick; idle slots are empty. */
+function drawPipeline(place, data) {
+  const numbered = data.ticks <= MAX_NUMBERED_TICKS, [w, h, gap] = [20, 13, 4], high = data.loops.length * h + gap, cells = [];
+  const rect = (x, y, width, more = {}) => make("rect", { x, y, width, height: h - 1, ...more });
+  data.loops.forEach(({ kind: [colour, name], start, rows }, i) => rows.forEach((slots, stage) => {
+    const y = stage * high + i * h;
+    cells.push(rect(start * w, y, slots.length * w, { class: "idle" }));
+    for (let at = 0; at < slots.length; at++) {
+      if (!slots[at]) continue;
+      const [microbatch, round] = slots[at], from = at;
+      if (numbered) {
+        const text = `stage ${stage}, tick ${start + at}: ${name} slot of microbatch ${microbatch}${data.rounds > 1 ? `, round ${round}` : ""}`;
+        cells.push(make("g", { class: `p${colour}${round % 2 ? " late" : ""}` }, make("title", {}, text), rect((start + at) * w, y, w - 1),
+          make("text", { x: (start + at) * w + w / 2 - 0.5, y: y + h - 4 }, `${microbatch}`)));
+      } else {
+        while (slots[at + 1]) at += 1;
+        cells.push(make("g", { class: `p${colour}` }, rect((start + from) * w, y, (at - from + 1) * w)));
+      }
+    }
+  }));
+  const width = data.ticks * w, tall = data.stages * high;
+  const svg = make("svg", { viewBox: `0 0 ${width} ${tall}`, preserveAspectRatio: "none", role: "img", "aria-label": place.dataset.label, style: `height:${tall}px;width:${numbered ? `${width}px` : "100%"}` }, ...cells);
+  const labels = Array.from({ length: data.stages }, (_, k) => make("span", { style: `height:${high}px` }, `stage ${k}`));
+  const kinds = [...new Map(data.loops.map(({ kind: [colour, name] }) => [`p${colour}`, name.replace("recomputed ", "")])), ["idle", "idle"]];
+  place.prepend(
+    make("div", { class: "slots" }, make("div", { "aria-hidden": "true" }, ...labels),
+      make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "slots of the stages at each tick" }, svg)),
+    make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name)), numbered ? make("span", {}, "numbers: microbatches") : null));
+  return () => {};
+}
+
+/** Planned and measured seconds as pairs of bars of one scale; a measured bar is red above `data.ratio` times the planned one. */
+function drawPairs(place, data) {
+  const longest = Math.max(...data.rows.flatMap(([, planned, measured]) => [planned, measured]));
+  const bars = data.rows.flatMap(([name, planned, measured]) => [barRow(name, [["ink", planned, "planned"]], longest, secondsText(planned)),
+    barRow("", [[measured > data.ratio * planned ? "wait" : "c0", measured, "measured"]], longest, `${secondsText(measured)}, ${(measured / planned).toFixed(2)} ×`)]);
+  const kinds = [["ink", "planned"], ["c0", "measured"], ["wait", `measured, more than ${data.ratio} × the plan`]];
+  place.prepend(make("div", { class: "parts pairs" }, ...bars), make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name))));
+  return () => {};
+}
+
+/** Seconds as bars of one scale: (label, seconds, segments), where a segment is (CSS class, seconds, what it is). */
+function drawParts(place, rows) {
+  const longest = Math.max(...rows.map(([, seconds]) => seconds)) || 1;
+  place.prepend(make("div", { class: "parts" }, ...rows.map(([label, seconds, segments]) => barRow(label, segments, longest, secondsText(seconds)))));
+  return () => {};
+}
+
+/** A label, a bar of segments on a track of `longest` seconds, and a text. */
+function barRow(label, segments, longest, text) {
+  const bars = segments.filter(([, seconds]) => seconds > 0).map(([css, seconds, of]) =>
+    make("i", { class: css, style: `width:${(100 * seconds) / longest}%`, title: `${of}: ${secondsText(seconds)}` }));
+  return make("div", {}, make("span", {}, label), make("span", { class: "track" }, ...bars), make("span", { class: "n" }, text));
 }

@@ -19,7 +19,6 @@ from ..cost.kernels import computation_of
 from ..cost.schedule import schedules, separate_collectives
 from ..cost.time import time_of, unscheduled_seconds
 from ..dims import format_dims
-from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Loop
 from . import facts
@@ -28,7 +27,9 @@ FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 COMPUTE, LOOP, HOST = "compute", "loop", "host link"
 """Lanes of a timeline; the others are the networks of collectives (:func:`network_of`)."""
 MAX_EVENTS = 400_000
-"""Of a trace. A loop with more events is one event of it."""
+"""Of a loop in a trace. A loop with more events is one event."""
+ARGUMENTS = ("dims", "axes", "bytes", "exposed", "cause", "source", "trips")
+"""Attributes of a span that are arguments of its event in a trace."""
 
 
 @dataclass(slots=True)
@@ -39,10 +40,12 @@ class Span:
       lane: :data:`COMPUTE`, :data:`LOOP`, :data:`HOST`, or the network of a collective.
       start, seconds: from the start of a run of its computation.
       phase: one of :data:`PHASES`.
-      detail: dims of its results, or of the tensor that it sends.
-      exposed: seconds in which no kernel runs, because the next one waits for this collective or copy.
+      axes: of a collective.
+      dims: of its results, or of the tensor that it sends.
+      source: the user's line, and the part of the model.
       bytes: a kernel's traffic to and from HBM, or the bytes that a device sends or copies in one call.
       cause: why it is sent.
+      exposed: seconds in which no kernel runs, because the next one waits for this collective or copy.
       trips, body: of a loop, the number of iterations, and one of them.
     """
 
@@ -52,12 +55,12 @@ class Span:
     seconds: float
     phase: str
     axes: tuple[str, ...] = ()
-    detail: str = ""
+    dims: str = ""
     source: str = ""
-    exposed: float = 0.0
     bytes: float = 0.0
     cause: str = ""
-    trips: int = 1
+    exposed: float = 0.0
+    trips: int = 0
     body: Timeline | None = None
 
     @property
@@ -85,8 +88,8 @@ class Timeline:
                 yield from span.body.walk(runs * span.trips)
 
     def events(self, start: float = 0.0) -> Iterator[tuple[Span, float]]:
-        """(span, seconds from the start of the step) of all runs of all spans; the body of a loop with more than
-        :data:`MAX_EVENTS` is left out."""
+        """(span, seconds from the start of the step) of all runs of all spans, without the bodies of loops with more than
+        :data:`MAX_EVENTS`."""
         for span in self.spans:
             yield span, start + span.start
             if span.body is not None and span.trips * sum(runs for _, runs in span.body.walk()) <= MAX_EVENTS:
@@ -96,50 +99,34 @@ class Timeline:
 
 @cached_on_plan
 def timeline(plan: Plan) -> Timeline | None:
-    """The timeline of a step; its end is ``plan.seconds``. None without a chip."""
+    """The timeline of a step; its end is ``plan.seconds``. Exposed time that is not in the schedule is at its end. None without a
+    chip."""
     time = time_of(plan)
     if time is None:
         return None
-    out = _timeline(plan, computation_of(plan), kernel_phases(plan))
-
-    def add(name: str, axes: tuple[str, ...], seconds: float, detail: str, cause: str, source: str) -> None:
-        """Add exposed seconds at the end."""
-        last = out.spans[-1].phase if out.spans else FORWARD
-        lane = network_of(plan, axes)
-        out.spans.append(Span(lane, name, out.seconds, seconds, last, axes, detail, source, seconds, 0.0, cause))
+    out = _timeline(plan, computation_of(plan))
+    for name, axes, cause, origin, seconds in unscheduled_seconds(plan):
+        lane, source = network_of(plan, axes), line_of(origin)
+        out.spans.append(Span(lane, name, out.seconds, seconds, OPTIMIZER, axes, "", source, 0.0, cause, seconds))
         out.seconds += seconds
-
-    for of, seconds in unscheduled_seconds(plan):
-        if seconds and isinstance(of, Collective):
-            add(of.op, of.axes, seconds, of.dims, of.explanation, of.location)
-        elif seconds and not isinstance(of, Collective):
-            add(f"exposed steps of a {of.choice} ring", of.axes, seconds, of.tensor, of.reason, line_of(of.origin))
-    if time.seconds - out.seconds > 1e-9 * time.seconds:
-        axis = max(plan.sizes, key=lambda a: sum(c.total_seconds for c in plan.collectives if a in c.axes))
-        add("rest", (axis,), time.seconds - out.seconds, "", f"the collectives over {axis} share links", "")
     out.seconds = time.seconds
     return out
 
 
 def network_of(plan: Plan, axes: tuple[str, ...]) -> str:
-    """The network that collectives over some axes use, ``"DCN"`` if they leave a slice or node: the slowest one."""
+    """The slowest network that collectives over some axes use, ``"DCN"`` if they leave a slice or node."""
     dims = {stage.dim for axis in axes for stage in plan.torus.get(axis, ()) if stage.size > 1}
     return "DCN" if "slice" in dims else "NVLink" if plan.chip is not None and plan.chip.switch else "ICI"
 
 
 @cached_on_plan
 def kernel_phases(plan: Plan) -> dict[Kernel, str]:
-    """Kernel → its phase. The optimizer is what follows the last kernel of the backward pass, outside the loops of that pass."""
-    pass_of, last = pass_of_kernel(plan), -1
-    kernels = list(_in_order(plan, computation_of(plan)))
-    for k, (kernel, _) in enumerate(kernels):
-        if pass_of(kernel) == BACKWARD:
-            last = k
+    """Kernel → its phase. The optimizer is what follows the backward pass, outside the loops of that pass."""
+    pass_of, kernels = pass_of_kernel(plan), list(_in_order(plan, computation_of(plan)))
+    end = max((index for kernel, index in kernels if pass_of(kernel) == BACKWARD), default=math.inf)
     now, out = FORWARD, dict[Kernel, str]()
-    ends = kernels[last][1] if last >= 0 else math.inf
-    for kernel, outermost in kernels:
-        now = pass_of(kernel) or (OPTIMIZER if outermost > ends else now)
-        out[kernel] = now
+    for kernel, index in kernels:
+        out[kernel] = now = OPTIMIZER if index > end else pass_of(kernel) or now
     return out
 
 
@@ -152,9 +139,9 @@ def _in_order(plan: Plan, computation: Computation, outermost: int | None = None
             yield from _in_order(plan, body, index)
 
 
-def _timeline(plan: Plan, computation: Computation, phases: dict[Kernel, str]) -> Timeline:
+def _timeline(plan: Plan, computation: Computation) -> Timeline:
     """The timeline of a run of a computation, from its schedule."""
-    schedule, times = schedules(plan)[computation], kernel_times(plan)
+    schedule, times, phases = schedules(plan)[computation], kernel_times(plan), kernel_phases(plan)
     out = Timeline(schedule.seconds)
 
     def written(kernel: Kernel) -> str:
@@ -162,33 +149,27 @@ def _timeline(plan: Plan, computation: Computation, phases: dict[Kernel, str]) -
         return " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in kernel.writes))
 
     for kernel, begin in zip(schedule.kernels, schedule.starts, strict=True):
-        start, phase, source = begin, phases[kernel], line_of(kernel.origin)
+        now, phase, source = begin, phases[kernel], line_of(kernel.origin)
         for body in kernel.bodies:
-            trips, inner = 1 if body.trip_count is None else body.trip_count, _timeline(plan, body, phases)
+            inner, trips = _timeline(plan, body), 1 if body.trip_count is None else body.trip_count
             name = plan.loop_name(kernel.step) if isinstance(kernel.step, Loop) else kernel.origin_name
-            seconds = trips * inner.seconds
-            if seconds:
-                out.spans.append(Span(LOOP, name, start, seconds, phase, (), "", source, trips=trips, body=inner))
-            start += seconds
+            loop = Span(LOOP, name, now, trips * inner.seconds, phase, source=source, trips=trips, body=inner)
+            out.spans += [loop] if loop.seconds else []
+            now = loop.end
         if kernel in times:
             run, name = times[kernel], kernel.origin_name
-            out.spans.append(
-                Span(COMPUTE, name, start, run.seconds, phase, (), written(kernel), source, bytes=run.bytes)
-            )
+            out.spans.append(Span(COMPUTE, name, now, run.seconds, phase, (), written(kernel), source, run.bytes))
     busy = [(s.start, s.end) for s in out.spans]
     for t in schedule.transfers:
-        c, end, step = t.collective, min(t.end, schedule.seconds), t.kernel.step
-        in_ring = step is not None and c not in separate_collectives(step)
-        exposed = 0.0 if in_ring else _idle_seconds(busy, t.start, end)
-        lane, phase, seconds = network_of(plan, c.axes), phases[t.kernel], end - t.start
-        out.spans.append(
-            Span(lane, c.op, t.start, seconds, phase, c.axes, c.dims, c.location, exposed, c.bytes, c.explanation)
-        )
+        c, step, end = t.collective, t.kernel.step, min(t.end, schedule.seconds)
+        waits = 0.0 if step is not None and c not in separate_collectives(step) else _idle_seconds(busy, t.start, end)
+        where = network_of(plan, c.axes), c.op, t.start, end - t.start, phases[t.kernel]
+        out.spans.append(Span(*where, c.axes, c.dims, c.location, c.bytes, c.explanation, waits))
     for copy in schedule.host_copies:
-        name, exposed = f"copy to the {'host' if copy.to_host else 'device'}", _idle_seconds(busy, copy.start, copy.end)
-        dims, source, seconds = written(copy.kernel), line_of(copy.kernel.origin), copy.end - copy.start
-        phase = phases[copy.kernel]
-        out.spans.append(Span(HOST, name, copy.start, seconds, phase, (), dims, source, exposed, copy.bytes))
+        name, waits = f"copy to the {'host' if copy.to_host else 'device'}", _idle_seconds(busy, copy.start, copy.end)
+        where = HOST, name, copy.start, copy.end - copy.start, phases[copy.kernel]
+        source = line_of(copy.kernel.origin)
+        out.spans.append(Span(*where, (), written(copy.kernel), source, copy.bytes, exposed=waits))
     return out
 
 
@@ -210,7 +191,7 @@ def _idle_seconds(busy: list[tuple[float, float]], start: float, end: float) -> 
 
 
 def step_bounds(plan: Plan) -> list[tuple[str, float]]:
-    """(part, seconds) of the parts of the estimated step, longest first: compute, memory traffic, bubble, and exposed
+    """(part, seconds) of the parts of the estimated step, longest first: compute, memory traffic, bubble of pipelines, and exposed
     communication over each group of axes. Together they are ``plan.seconds``; empty without a chip."""
     line, time = timeline(plan), time_of(plan)
     if line is None or time is None:
@@ -236,31 +217,22 @@ def trace_json(plan: Plan) -> str:
     Raises:
       UnsupportedError: the plan has no times, since its chip is not known.
     """
-    line, ends, events = timeline(plan), dict[str, list[float]](), list[dict[str, Any]]()
+    line, ends, threads = timeline(plan), defaultdict[str, list[int]](list), dict[str, int]()
     if line is None:
         raise UnsupportedError(
             "a trace needs times, and the chip of this plan is not known", fixes=["plan with topology="]
         )
-    threads: dict[tuple[str, int], int] = {}
+    events: list[dict[str, Any]] = []
     for span, start in sorted(line.events(), key=lambda event: event[1]):
         begin, end, row = round(1e9 * start), round(1e9 * (start + span.seconds)), 0
         if span.lane != LOOP:  # loops are nested
-            free = ends.setdefault(span.lane, [])
+            free = ends[span.lane]
             row = next((k for k, until in enumerate(free) if until <= begin), len(free))
             free[row : row + 1] = [end]
-        thread = threads.setdefault((span.lane, row), len(threads) + 1)
-        args: dict[str, Any] = {
-            "dims": span.detail,
-            "axes": "+".join(span.axes),
-            "cause": span.cause,
-            "source": span.source,
-        }
-        args.update(bytes=span.bytes, exposed_us=1e6 * span.exposed, iterations=span.trips if span.body else 0)
-        shown = {key: value for key, value in args.items() if value}
-        event = {"ph": "X", "name": span.name, "cat": span.phase, "pid": 1, "tid": thread, "args": shown}
+        thread = threads.setdefault(f"{span.lane} ({row + 1})" if row else span.lane, len(threads) + 1)
+        args = {key: value for key in ARGUMENTS if (value := getattr(span, key))}
+        event = {"ph": "X", "name": span.name, "cat": span.phase, "pid": 1, "tid": thread, "args": args}
         events.append({**event, "ts": begin / 1e3, "dur": (end - begin) / 1e3})
-    head = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": facts.title(plan)}}]
-    for (lane, row), thread in threads.items():
-        label = f"{lane} ({row + 1})" if row else lane
-        head.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": thread, "args": {"name": label}})
-    return json.dumps({"traceEvents": [*head, *events], "displayTimeUnit": "ms"})
+    names = [("process_name", 0, facts.title(plan)), *(("thread_name", k, lane) for lane, k in threads.items())]
+    events += [{"ph": "M", "name": kind, "pid": 1, "tid": k, "args": {"name": name}} for kind, k, name in names]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

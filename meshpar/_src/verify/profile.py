@@ -27,7 +27,7 @@ from ..plan.plan import Plan
 from ..plan.steps import Loop
 from ..report.document import Document
 from ..report.facts import kernels_of
-from ..report.tables import Cell, Table, code, key, number
+from ..report.tables import Cell, Table, code, html_picture, number
 from ..units import format_seconds
 from .hlo import KINDS
 from .hlo_text import Instruction, Module, arrays, byte_size
@@ -325,23 +325,10 @@ def _span(events: Sequence[Event]) -> float:
 
 
 def _bars(p: PlanProfile) -> str:
-    """Planned and measured seconds as pairs of bars of one scale: of the step, of the loops, and of the longest collectives.
-
-    A measured bar is red where it is more than :data:`MAX_RATIO` times the planned one.
-    """
-    rows = [m for m in (p.step, *p.loops, *p.collectives[:MAX_BARS]) if m.planned and m.measured is not None]
-    longest = max((max(m.planned or 0.0, m.measured or 0.0) for m in rows), default=0.0)
-    out = ""
-    for m in rows:
-        slow = "wait" if (m.ratio or 0.0) > MAX_RATIO else "c0"
-        for label, kind, n, value in (
-            (m.name, "ink", m.planned or 0.0, ""),
-            ("", slow, m.measured or 0.0, f", {m.ratio:.2f} ×"),
-        ):
-            track = f'<span class="track"><i class="{kind}" style="width:{100 * n / longest:.2f}%"></i></span>'
-            out += f'<div><span>{escape(label)}</span>{track}<span class="n">{format_seconds(n)}{value}</span></div>'
-    kinds = (("ink", "planned"), ("c0", "measured"), ("wait", f"measured, more than {MAX_RATIO:g} × the plan"))
-    return f'<div class="parts pairs">{out}</div>{key(kinds)}' if out else ""
+    """Planned and measured seconds as pairs of bars of one scale: of the step, of the loops, and of the longest collectives."""
+    every = (p.step, *p.loops, *p.collectives[:MAX_BARS])
+    rows = [(m.name, m.planned, m.measured) for m in every if m.planned and m.measured is not None]
+    return html_picture("drawPairs", "planned and measured seconds", {"rows": rows, "ratio": MAX_RATIO}) if rows else ""
 
 
 def _tables(p: PlanProfile) -> list[Table]:
