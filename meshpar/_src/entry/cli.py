@@ -301,7 +301,11 @@ def _lab_arguments(add: Add) -> None:
     _machine_and_layout(add)
     add_flags(add, StepOptions)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
-    add("--no-browser", action="store_true", help="print the page's address, and open nothing")
+    add(
+        "--no-browser",
+        action="store_true",
+        help="print the page's address (with --json its session too), and open nothing",
+    )
 
 
 def _compile_arguments(add: Add) -> None:
@@ -465,7 +469,7 @@ def _lab(args: argparse.Namespace) -> int:
     found.session.sizes = {name: n for name, n in target.options.items() if type(n) is int}
     found.session.resized = lambda sizes: lab(_loaded(args, {**given, **sizes}), "").session
     try:
-        found.serve(args.port, browser=not args.no_browser)
+        found.serve(args.port, browser=not args.no_browser, as_json=args.json)
     except (OSError, OverflowError) as e:
         raise TargetError(
             f"port {args.port} cannot be used: {e}", fixes=["another one, or --port 0: any that is free"]
@@ -565,7 +569,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
     layouts = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
-    how = {"meshes": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
+    how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
     found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
     if args.result:
         found.calibration.save(args.result)
@@ -582,7 +586,7 @@ def _check(args: argparse.Namespace) -> int:
     layouts = [_layout(args, target, text, (meshes or [default])[0], None) for text in args.layout or [None]]
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
-    report = _call(args, mp.check, target, layouts=layouts, meshes=meshes, lowerings=lowerings, **how)
+    report = _call(args, mp.check, target, layouts=layouts, mesh=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:

@@ -137,7 +137,7 @@ class Collective:
 
     @property
     def location(self) -> str:
-        """``source``, and ``module`` or else ``package_line``, as reports show them."""
+        """``module`` and ``source``, or ``source`` and ``package_line``, as reports show them (:attr:`Op.location`)."""
         return self.origin.location if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:

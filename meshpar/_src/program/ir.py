@@ -133,9 +133,9 @@ class Op:
 
     @property
     def location(self) -> str:
-        """Where the op is, for reports: the user's line, and the part of the model that the line may call.
+        """Where the op is, for reports: the path of the modules and the user's line, ``Block/mlp/up (llama.py:324)``.
 
-        That is the path of the modules; without one, the line of the package that has the model.
+        Without modules, the user's line and that of the package that has the model: ``train.py:12 (loss), in package.py:7 (up)``.
         """
         return self._location(self.module)
 
@@ -149,7 +149,9 @@ class Op:
         return self._location(re.sub(r"(?<![A-Za-z])\d+", "*", first) + slash + re.sub(r"\d+", "*", others))
 
     def _location(self, module: str) -> str:
-        source, part = self.source, module or self.package_line
+        source, part = self.source, self.package_line
+        if module:
+            return f"{module} ({source.rpartition(' (')[0]})" if source else module
         return source if source.endswith(part) else ", in ".join(filter(None, (source, part)))
 
     @property

@@ -286,9 +286,18 @@ class CollectiveGroup:
 
     @property
     def location(self) -> str:
-        """The user's line and the part of the model that need them, with ``*`` for numbers of layers that differ."""
-        locations = dict.fromkeys(c.location for c in self.members)
-        return next(iter(locations)) if len(locations) == 1 else location_of_layers(self.first)
+        """The part of the model and the user's line that need them, with ``*`` for numbers of layers that differ, and the number
+        of further ones."""
+        if len({c.location for c in self.members}) == 1:
+            return self.first.location
+        more = len({location_of_layers(c) for c in self.members}) - 1
+        return location_of_layers(self.first) + f" and {more} more place{'s' * (more > 1)}" * bool(more)
+
+    @property
+    def explanation(self) -> str:
+        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``."""
+        where = "" if not self.location else f"{'in' if self.first.module else 'at'} {self.location}: "
+        return f"{where}{self.first.explanation}"
 
     def cells(self) -> list[Cell]:
         """Total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""

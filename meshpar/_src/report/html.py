@@ -241,7 +241,7 @@ def _rule(e: RuleEffect, colours: AxisColours) -> str:
 def tensors(plan: Plan, colours: AxisColours) -> str:
     """The table of arguments, and the place where the page's script draws how the chosen one is sharded over the mesh."""
     torus = "".join(
-        f"<li>{escape(axis)}: {' × '.join(_stage(s) for s in stages)}</li>"
+        f"<li>{escape(axis)}: {' × '.join(_stage(s) for stage in stages for s in stage.parts)}</li>"
         for axis, stages in plan.torus.items()
         if stages
     )

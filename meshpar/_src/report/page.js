@@ -4,7 +4,7 @@ const SVG = document.createRange().createContextualFragment("<svg></svg>").first
 
 /** An element. Attributes that are functions are listeners; children are elements or texts. */
 function make(tag, attributes = {}, ...children) {
-  const out = /^(svg|rect|path|text|circle|g|line|title)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  const out = /^(svg|svg:a|rect|path|text|circle|g|line|title)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") out.addEventListener(name, value);
     else if (value === true) out.setAttribute(name, "");

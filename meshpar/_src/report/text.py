@@ -115,7 +115,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     if effects:
         worst = max(effects, key=lambda e: cost(e.collectives))
         place = max(facts.collective_groups(worst.collectives.members, lambda c: c.location), key=cost)
-        most = f"  {figures(worst.collectives)}" + f", most at {place.location}" * bool(place.location)
+        most = f"  {figures(worst.collectives)}" + f", most in {place.location}" * bool(place.location)
         rows.append(("costliest", "", Text(), Text.assemble(colours.layout(str(worst.rule)), most)))
     width = max(len(value) for _, value, _, _ in rows)
     lines = []
@@ -226,6 +226,5 @@ def _collectives(plan: Plan, colours: AxisColours) -> Any:
         style = "dim" if group is None else ""
         lines.append(_hanging([(Text.assemble(line, style=style), Text(dims, style))]))
         if group is not None:
-            where = Text(f"at {group.location}: " if group.location else "", "dim")
-            lines.append(Padding(Text.assemble(where, group.first.explanation), (0, 0, 0, 4)))
+            lines.append(Padding(colours.layout(group.explanation), (0, 0, 0, 4)))
     return Group(*lines)

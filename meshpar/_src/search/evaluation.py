@@ -396,13 +396,7 @@ class Evaluation:
         hopeless = not bound.fits and best is not None and self.rank(bound) > self.rank(best)
         if not hopeless and (self.is_gain(bound, row) or (only_time and self.rank(bound) < self.rank(row))):
             self.plan(point, parent if only_time else None, row.seconds)
-        elif (
-            not bound.fits
-            and self.objective == "time"
-            and best is not None
-            and best.fits
-            and bound.seconds < best.seconds
-        ):
+        elif not bound.fits and self.objective == "time" and best and best.fits and bound.seconds < best.seconds:
             self.plan(point)
 
     # -- descent

@@ -41,11 +41,7 @@ class Candidate:
 
 
 def search_result(
-    searched: Sequence[Evaluation],
-    ended: str,
-    compiled: Compile | None,
-    refused: Sequence[str],
-    stages: str = "",
+    searched: Sequence[Evaluation], ended: str, compiled: Compile | None, refused: Sequence[str], stages: str = ""
 ) -> Search:
     """The result of a search: the chosen candidate first, then the others by rank.
 
