@@ -11,8 +11,10 @@ copy of ``examples/``.
 
 ``<!-- output -->`` right after a block is replaced by its output; ``<!-- output from="each device sends" to="note" -->`` by the
 output lines from the first one whose beginning matches the regular expression ``from``, up to the next one that matches ``to``.
-A ``text`` fence right after the marker is the stored output, which readers of the Markdown see. A build fails if it differs
-from the output of the block; ``python docs/blocks.py PAGE...`` writes it.
+A ``text`` fence right after the marker is the stored output, which readers of the Markdown see. A build fails if it differs from
+the output of the block, except for what matches the regular expression of ``<!-- output varies="…" -->`` (durations, versions).
+
+    python docs/blocks.py [PAGE...]      # store the output of these pages, by default of the README and of all pages
 
 ``<!-- generated: chips -->`` is replaced by the Markdown that the function ``chips`` of ``docs/generated.py`` returns, and
 ``<!-- generated: command plan -->`` by ``command("plan")``.
@@ -49,7 +51,7 @@ WIDTH = 100
 
 _FENCE = re.compile(
     r"^```(?P<language>python|bash)(?: (?P<word>error|no-run|if-\w+))?\n(?P<code>.*?)^```\n"
-    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")? -->(?P<shown>)'
+    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")?(?: varies="(?P<varies>[^"]*)")? -->(?P<shown>)'
     r"(?:\n\n```text\n(?P<stored>.*?)^```$)?)?",
     re.MULTILINE | re.DOTALL,
 )
@@ -69,6 +71,7 @@ class Block:
     shown: bool
     start: str | None
     stop: str | None
+    varies: str | None
     stored: str | None
 
     @property
@@ -80,6 +83,12 @@ class Block:
     def runs(self) -> bool:
         """Whether the block runs in this environment."""
         return self.word != "no-run" and (self.needs is None or importlib.util.find_spec(self.needs) is not None)
+
+    def is_stored(self, lines: str) -> bool:
+        """Whether the stored output is these lines, except for what varies."""
+        texts = ((self.stored or "").rstrip("\n"), lines)
+        before, now = (re.sub(self.varies, "…", text) if self.varies else text for text in texts)
+        return before == now
 
     @property
     def commands(self) -> list[str]:
@@ -110,6 +119,7 @@ def blocks_of(text: str) -> list[Block]:
                 m["shown"] is not None,
                 m["start"],
                 m["stop"],
+                m["varies"],
                 m["stored"],
             )
         )
@@ -231,8 +241,9 @@ def shown(block: Block, printed: str) -> str:
         last = next((k for k, line in enumerate(lines) if k > first and re.match(block.stop, line)), -1)
     if not printed.strip() or first < 0 or last < 0:
         raise ValueError(f"line {block.line}: no lines from {block.start!r} to {block.stop!r} in\n{printed}")
-    lines = [*["…"] * (first > 0), *lines[first:last], *["…"] * (last < len(lines))]
-    return "\n".join(part for line in lines for part in _wrapped(line))
+    selected = "\n".join(lines[first:last]).rstrip().split("\n")
+    lines = [*["…"] * (first > 0), *selected, *["…"] * (last < len(lines))]
+    return "\n".join(part for line in lines for part in _wrapped(line.rstrip()))
 
 
 def _wrapped(line: str) -> list[str]:
@@ -255,7 +266,7 @@ def rendered(text: str, name: str) -> str:
         parts += [_with_generated(text[at : block.begin]), f"```{block.language}\n{block.code}```\n"]
         if block.shown and block.runs:
             lines = shown(block, output)
-            if block.stored is not None and block.stored != f"{lines}\n":
+            if block.stored is not None and not block.is_stored(lines):
                 raise ValueError(
                     f"{name}, line {block.line}: the stored output differs from the printed one; "
                     f"`python docs/blocks.py docs/{name}` writes it:\n{lines}"
@@ -263,6 +274,7 @@ def rendered(text: str, name: str) -> str:
             parts.append(f"\n```{{code-block}} text\n:class: output\n\n{lines}\n```\n")
         elif not block.runs and block.needs:
             parts.append(f"\n*Not run for this page: {block.needs} is not installed.*\n")
+            parts.append(f"\n```{{code-block}} text\n:class: output\n\n{block.stored}```\n" if block.stored else "")
         at = block.end
     return "".join([*parts, _with_generated(text[at:])])
 
@@ -288,20 +300,36 @@ def _with_generated(text: str) -> str:
 
 
 def with_stored_output(text: str, name: str) -> str:
-    """The page with the output that its blocks print now in place of each stored output."""
+    """The page with the output that its blocks print now behind each output marker; what only varies remains as it was."""
     parts, at = [], 0
     for block, output in zip(blocks_of(text), run_page(text, name), strict=True):
-        if block.stored is not None:
-            end = block.end - len("```")
-            parts += [text[at : end - len(block.stored)], f"{shown(block, output)}\n"]
-            at = end
+        if block.shown and block.runs and not block.is_stored(lines := shown(block, output)):
+            stored = "" if block.stored is None else f"\n\n```text\n{block.stored}```"
+            parts += [text[at : block.end - len(stored)], f"\n\n```text\n{lines}\n```"]
+            at = block.end
     return "".join([*parts, text[at:]])
 
 
+def prepare() -> None:
+    """Eight CPU devices in this process, with the compiler flags of the tests; before JAX is used."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "tests" / "helpers")]
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages show plans, which need no accelerator
+    import quick
+
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
+    import meshpar as mp
+
+    mp.virtual_devices(8)
+
+
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
-    for page in map(Path, sys.argv[1:]):
-        before = page.read_text()
-        with workplace():
-            after = with_stored_output(before, page.name)
-        page.write_text(after)
+    prepare()
+    for page in [Path(name).resolve() for name in sys.argv[1:]] or [README, *PAGES]:
+        for _ in range(3):  # an output may contain the numbers of the page's lines, which it moves
+            before = page.read_text()
+            with workplace():
+                after = with_stored_output(before, page.name)
+            if after == before:
+                break
+            page.write_text(after)
+            print(f"{page.relative_to(ROOT)}: outputs stored", flush=True)

@@ -580,7 +580,7 @@ MEASURED = ("--calibration here.json", "calibration", "here.json")
 READ = ("--calibration CALIBRATION", "calibration", "CALIBRATION")
 LAYOUTS = ("--layout 'embed: data' --layout dp", "layouts", ["embed: data", "batch: data"])
 SEVERAL = [
-    ("--mesh data=4 --mesh data=8", "meshes", ["data=4", "data=8"]),
+    ("--mesh data=4 --mesh data=8", "mesh", ["data=4", "data=8"]),
     LAYOUTS,
     ("--tolerance 0.5", "tolerance", 0.5),
 ]
@@ -679,12 +679,12 @@ def test_the_range_of_integers_of_a_step_that_is_run(run, monkeypatch, command):
     assert most[0] < 2 < most[1] < 1000
 
 
-def test_the_port_and_the_browser_of_a_lab(run, monkeypatch):
+def test_the_port_the_browser_and_the_json_of_a_lab(run, monkeypatch):
     served = []
-    monkeypatch.setattr(Lab, "serve", lambda self, port, browser: served.append((port, browser)))
+    monkeypatch.setattr(Lab, "serve", lambda self, port, browser, as_json: served.append((port, browser, as_json)))
     lab = "lab small --mesh data=4 --layout dp"
-    assert [run(f"{lab} --port 81 --no-browser")[0], run(lab)[0]] == [0, 0]
-    assert served == [(81, False), (0, True)]
+    assert [run(f"{lab} --port 81 --no-browser")[0], run(f"{lab} --json")[0]] == [0, 0]
+    assert served == [(81, False, False), (0, True, True)]
 
 
 def test_the_rates_of_a_step_that_generates_tokens(run):

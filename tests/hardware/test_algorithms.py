@@ -124,3 +124,10 @@ def test_bytes_between_slices_follow_the_order_of_the_phases(name, sent, crossin
     op = "collective-permute" if name == "ring" else "reduce-scatter"
     assert ALGORITHMS[name].dcn_bytes(op, sent, [Stage(2, "slice"), X, Z]) == pytest.approx(crossing)
     assert ALGORITHMS[name].dcn_bytes(op, sent, [X, Z]) == 0
+
+
+def test_an_axis_that_fills_several_slices_sends_between_them():
+    """Of 256 bytes a reduce-scatter over 2 × 16 devices has 16 left when it leaves the slice, and sends half of them."""
+    axis = Stage(32, "slice", fills=(Stage(4, "x"), Stage(4, "y"), Stage(2, "slice")))
+    assert ALGORITHMS["native"].dcn_bytes("reduce-scatter", 248.0, [axis]) == pytest.approx(8.0)
+    assert ALGORITHMS["ring"].dcn_bytes("collective-permute", 8.0, [axis]) == 8.0  # at the edge of a slice

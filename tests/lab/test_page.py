@@ -1,6 +1,7 @@
 """The lab's page in a browser: edits by mouse, keyboard or as text show the numbers of ``mp.plan``."""
 
 import json
+import re
 
 import lab_program
 import pytest
@@ -205,8 +206,9 @@ def test_two_plans_side_by_side_and_copies(page):
     beside = page.locator("section", has=page.get_by_role("heading", name="Compared with pinned plans"))
     longer = now["seconds"] - pinned["seconds"]
     question = f"Why is this plan {'slower' if longer > 0 else 'faster'} by {format_seconds(abs(longer))}?"
-    beside.get_by_text(question).click()
+    assert beside.locator("details[open] summary").all_inner_texts() == [question]
     assert "embed: data" in beside.locator("details[open] table").inner_text()
+    assert beside.locator("details[open] table").bounding_box()["y"] < 700  # in sight, without scrolling
     beside.get_by_text("Compare in full").click()
     text = beside.inner_text()
     assert format_memory(pinned["peak"]) in text
@@ -345,25 +347,60 @@ def test_known_layouts_and_the_candidates_of_a_search_are_chosen(page):
     assert "search result" in "".join(page.locator(".start tbody tr[aria-current=true]").all_inner_texts())
     assert metrics(page)["seconds"] <= known
     assert agrees(page)
-    points = page.locator(".candidates circle")
+    points = page.locator(".candidates a")
     assert points.count() > page.locator(".start tbody tr").count()
-    assert points.evaluate_all("all => all.filter((x) => x.getAttribute('tabindex') === '0').length") == 1
-    other = page.locator(".candidates circle[aria-checked=false]").nth(5)
+    assert page.locator(".candidates a[tabindex='0']").count() == 1
+    assert f"capacity {format_memory(lab_program.planned(*state(page)).chip.per_device().hbm)}" in text_of_plot(page)
+    times, sizes = (re.findall(rf"([\d.]+) {unit}\b", text_of_plot(page)) for unit in ("[mµ]?s", "[KMG]iB"))
+    assert min(len(times), len(sizes)) >= 3  # ticks
+    other = page.locator(".candidates a[aria-checked=false]").nth(5)
     label = other.get_attribute("aria-label")
+    link = other.get_attribute("href")
     other.dispatch_event("click")
     assert agrees(page)
-    assert page.locator(".candidates circle[aria-checked=true]").first.get_attribute("aria-label") == label
-    assert state(page)[0] in label
-    points.first.focus()
+    assert page.locator(".candidates a[aria-checked=true]").first.get_attribute("aria-label") == label
+    shown = state(page)
+    assert shown[0] in label
+    first = points.first
+    first.focus()
+    order = points.evaluate_all("all => all.map((x) => x.getAttribute('aria-label'))")
+    page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    label = points.nth(2).get_attribute("aria-label")
+    label = page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert label in order
     page.keyboard.press("Enter")
     assert agrees(page)
-    assert label in page.locator(".candidates circle[aria-checked=true]").evaluate_all(
-        "all => all.map((x) => x.getAttribute('aria-label'))"
-    )
+    checked = page.locator(".candidates a[aria-checked=true]")
+    assert label in checked.evaluate_all("all => all.map((x) => x.getAttribute('aria-label'))")
     assert format_seconds(metrics(page)["seconds"]) in label
+    open_link(page, link)  # as a tab that the browser opens
+    assert state(page) == shown
+
+
+def text_of_plot(page):
+    return page.locator(".candidates").text_content()
+
+
+def test_a_capacity_that_is_near_is_a_line_in_the_plot(page):
+    """In place of 15.75 GiB, of which the small program needs a thousandth."""
+
+    def smaller(route):
+        response = route.fetch()
+        reply = response.json()
+        for row in reply.get("result") or ():
+            row["capacity"] = [6 * 2**20, "6 MiB"]
+        route.fulfill(response=response, json=reply)
+
+    assert page.locator(".candidates [stroke-dasharray]").count() == 0
+    page.route("**/ask", smaller)
+    page.reload()
+    page.locator(".start[aria-busy=false]").wait_for()
+    assert "capacity 6 MiB" in text_of_plot(page)
+    line = page.locator(".candidates [stroke-dasharray]").bounding_box()["y"]
+    for point in page.locator(".candidates a").all():
+        peak = float(re.search(r"([\d.]+) MiB", point.get_attribute("aria-label"))[1])
+        assert (peak > 6) == (point.locator("circle").bounding_box()["y"] + 5 < line)
 
 
 def test_rules_name_their_parallelism_and_arguments_are_drawn(page):
@@ -380,6 +417,28 @@ def test_rules_name_their_parallelism_and_arguments_are_drawn(page):
     assert page.locator("#sent-0").get_attribute("open") is not None
 
 
+def test_hints_are_dismissed_once(browser, server):
+    """In this browser also for a lab at another port; in another browser they are there."""
+    other = Server(server.session)
+    other.start()
+    context = browser.new_context()
+    for url, seen in ((server.url, 2), (server.url, 2), (other.url, 2), (other.url, 0), (server.url, 0)):
+        page = context.new_page()
+        page.goto(url)
+        page.locator("main[data-metrics]").wait_for()
+        hints = page.locator(".hint:visible")
+        assert hints.count() == seen
+        if url == other.url and seen:
+            texts = " ".join(hints.all_inner_texts())
+            assert "Search plans" in texts
+            assert "Pin this plan" in texts
+            hints.first.get_by_role("button", name="Got it").click()
+            assert hints.count() == 0
+        page.close()
+    context.close()
+    other.stop()
+
+
 def test_it_fits_and_follows_the_colour_scheme(page):
     for width in (360, 700, 1300, 1400):
         page.set_viewport_size({"width": width, "height": 900})
@@ -389,6 +448,37 @@ def test_it_fits_and_follows_the_colour_scheme(page):
     for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 28)")):
         page.emulate_media(color_scheme=scheme)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+
+
+CONTRASTS = """() => {
+    const rgb = (text) => text.match(/[\\d.]+/g).map((n, k) => (text.startsWith("color(") && k < 3 ? 255 * n : +n));
+    const light = ([r, g, b]) => {
+        const [x, y, z] = [r, g, b].map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+    };
+    const ground = (x) => {
+        const style = getComputedStyle(x), colour = rgb(style.backgroundColor);
+        if (style.backgroundImage !== "none") return null;
+        return colour[3] !== 0 ? colour : x.parentElement ? ground(x.parentElement) : [255, 255, 255];
+    };
+    const groundOf = (x) => ground(x.closest("svg")?.parentElement ?? x);
+    const all = [...document.querySelectorAll("main *")].filter((x) => x.checkVisibility() && !x.disabled);
+    const texts = all.filter((x) => [...x.childNodes].some((n) => n.nodeType === 3 && n.data.trim()));
+    return texts.filter(groundOf).map((x) => {
+        const style = getComputedStyle(x), of = x.closest("svg") ? style.fill : style.color;
+        const [a, b] = [light(rgb(of)), light(groundOf(x))].sort((p, q) => q - p);
+        return [(a + 0.05) / (b + 0.05), x.textContent.trim().slice(0, 40), x.tagName];
+    }).filter(([ratio]) => ratio < 4.5);
+}"""
+
+
+def test_texts_have_the_contrast_of_wcag(page):
+    """4.5 to 1 in both colour schemes, hints and the texts of the plot included; without disabled controls and hatched bars."""
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        wait_until_drawn(page)
+        assert page.locator(".hint:visible").count() == 2
+        assert page.evaluate(CONTRASTS) == []
 
 
 def test_every_control_has_a_name_and_shows_the_focus(page):

@@ -717,30 +717,6 @@ def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed if sum(1 for _ in equations(live)) == sum(1 for _ in equations(closed)) else live
 
 
-def is_graph_node(x: Any) -> bool:
-    """Whether flax.nnx treats a value as an object with identity (a module, an optimizer, a variable)."""
-    if "flax.nnx" not in sys.modules:
-        return False
-    from flax import nnx
-    from flax.nnx import graphlib
-
-    return isinstance(x, nnx.Variable) or graphlib.is_graph_node(x)
-
-
-def flatten_to_nodes(tree: Any) -> tuple[list[Any], Any]:
-    """(leaves, structure) of a tree whose nnx objects are leaves, and ``nnx.State``s, which are trees of arrays, as well."""
-    if "flax.nnx" not in sys.modules:
-        return jax.tree.flatten(tree)
-    from flax import nnx
-
-    return jax.tree.flatten(tree, is_leaf=lambda x: is_graph_node(x) or isinstance(x, nnx.State))
-
-
-def has_graph_nodes(tree: Any) -> bool:
-    """Whether a tree contains nnx objects with identity, modules or optimizers."""
-    return any(map(is_graph_node, flatten_to_nodes(tree)[0]))
-
-
 def is_tracer(x: Any) -> bool:
     """Whether a value is being traced (inside ``jax.jit``, ``jax.grad``)."""
     return isinstance(x, core.Tracer)
@@ -795,6 +771,12 @@ def pass_of(eqn: JaxprEqn) -> str | None:
     """``"forward"`` or ``"backward"`` for equations of a differentiated function, by their name stack; None for others."""
     stack = _text(eqn.source_info.name_stack)
     return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else None
+
+
+def function_name(closed: ClosedJaxpr) -> str:
+    """The name of the function that was traced, ``train_step``; "" of a lambda."""
+    name = closed.jaxpr.debug_info.func_src_info.partition(" ")[0]
+    return name if name.isidentifier() else ""
 
 
 def in_recomputation(eqn: JaxprEqn) -> bool:

@@ -32,6 +32,7 @@ from rich.text import Text
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from ..cost.caching import with_reasons
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import device_count
@@ -296,10 +297,7 @@ def _parser() -> _CommandParser:
             "a JSON file of tree-path patterns and dims, as `meshpar names --write` makes it, in place of the target's"
         )
         add("--dims", metavar="FILE", help=mapping)
-        if name == "lab":
-            sub.set_defaults(json=False)
-        else:
-            add("--json", action="store_true", help="print JSON")
+        add("--json", action="store_true", help="print JSON")
         add("--debug", action="store_true", help="show tracebacks")
     add_commands(commands)
     add_tuning(commands)
@@ -330,7 +328,11 @@ def _lab_arguments(add: Add) -> None:
     _machine_and_layout(add)
     add_flags(add, StepOptions)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
-    add("--no-browser", action="store_true", help="print the page's address, and open nothing")
+    add(
+        "--no-browser",
+        action="store_true",
+        help="print the page's address (with --json its session too), and open nothing",
+    )
 
 
 def _compile_arguments(add: Add) -> None:
@@ -508,7 +510,7 @@ def _lab(args: argparse.Namespace) -> int:
     found.session.sizes = {name: n for name, n in target.options.items() if type(n) is int}
     found.session.resized = lambda sizes: lab(_loaded(args, {**given, **sizes}), "").session
     try:
-        found.serve(args.port, browser=not args.no_browser)
+        found.serve(args.port, browser=not args.no_browser, as_json=args.json)
     except (OSError, OverflowError) as e:
         raise TargetError(
             f"port {args.port} cannot be used: {e}", fixes=["another one, or --port 0: any that is free"]
@@ -615,7 +617,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
     layouts = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
-    how = {"meshes": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
+    how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
     found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
     if args.result:
         found.calibration.save(args.result)
@@ -632,7 +634,7 @@ def _check(args: argparse.Namespace) -> int:
     layouts = [_layout(args, target, text, (meshes or [default])[0], None) for text in args.layout or [None]]
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
-    report = _call(args, mp.check, target, layouts=layouts, meshes=meshes, lowerings=lowerings, **how)
+    report = _call(args, mp.check, target, layouts=layouts, mesh=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:
@@ -728,7 +730,8 @@ def _planned(
     """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
     mesh = _mesh(args, mesh, topology)
     layout = _layout(args, target, layout, mesh, topology)
-    return _traced(args, target, mesh, topology, layout)
+    plan = _traced(args, target, mesh, topology, layout)
+    return with_reasons(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
 
 
 def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:

@@ -18,7 +18,6 @@ from ..compat import nnx
 from ..compat.jax import (
     abstract_array,
     explicit_mesh,
-    is_graph_node,
     is_ref,
     needs_explicit_axes,
     traced_as,
@@ -84,7 +83,7 @@ class FlatFunction:
             merged = nnx.from_tree((args, kwargs), ctxtag=self.tag, is_inner=True)
             args, kwargs = with_states(merged)
             out = self.fn(*args, **kwargs)
-            updated = jax.tree.map(lambda x: x if is_graph_node(x) else None, merged, is_leaf=is_graph_node)
+            updated = jax.tree.map(lambda x: x if nnx.is_graph_node(x) else None, merged, is_leaf=nnx.is_graph_node)
             out = nnx.to_tree((*updated, out), ctxtag=self.tag)
         else:
             out = self.fn(*args, **kwargs)

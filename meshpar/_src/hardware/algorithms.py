@@ -66,6 +66,8 @@ class Algorithm:
         """
         # a ring runs around the major stage only
         stages = [s for s in stages if s.size > 1][: 1 if self.ring_step else None]
+        if not self.ring_step:
+            stages = [part for s in stages for part in s.parts if part.size > 1]
         if not any(s.between for s in stages):
             return 0.0
         if op == "collective-permute":

@@ -343,10 +343,7 @@ def check_manual_axes(op: Op, sizes: Mapping[str, int]) -> None:
                 f"this shard_map runs over axis `{axis}`, which the mesh does not have",
                 axis=axis,
                 source=op.location,
-                fixes=[
-                    *did_you_mean(axis, sizes, "axes"),
-                    f"plan on a mesh with `{axis}={mesh.shape[axis]}`",
-                ],
+                fixes=[*did_you_mean(axis, sizes, "axes"), f"plan on a mesh with `{axis}={mesh.shape[axis]}`"],
             )
         if mesh.shape[axis] != sizes[axis]:
             raise MeshError(

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
 from ..compat.loops import loop_parts
 from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
@@ -54,10 +52,8 @@ def readers_of(program: Program) -> dict[Value, list[Op | None]]:
         for v in op.ins:
             if v is not None:
                 readers.setdefault(v, []).append(op)
-    for frame in frames:
-        for var in frame.jaxpr.outvars:
-            if not isinstance(var, Literal):
-                readers.setdefault(frame.env[var], []).append(None)
+    for v in (v for frame in frames for v in frame.outs() if v is not None):
+        readers.setdefault(v, []).append(None)
     return readers
 
 
@@ -90,9 +86,9 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
         yield value, stacked
         if op.primitive.family == "scan":
             k = op.outs.index(value)
-            var = op.frames[0].jaxpr.outvars[k]
-            if k >= len(loop_parts(op.eqn).carries) and not isinstance(var, Literal):
-                todo.append((op.frames[0].env[var], stacked or op.eqn.params["length"] > 1))
+            inner = op.frames[0].outs()[k]
+            if k >= len(loop_parts(op.eqn).carries) and inner is not None:
+                todo.append((inner, stacked or op.eqn.params["length"] > 1))
             continue
         arrays = [i for i, v in enumerate(op.ins) if v is not None and (op.rule is not None or v.shape == value.shape)]
         for positions in (arrays, *([i] for i in arrays)) if arrays and len(op.outs) == 1 else ():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
@@ -278,9 +279,7 @@ class ShardingChange(Step):
     def makes(self) -> tuple[Shard, ...]:
         return (self.result,)
 
-    @property
-    def sends(self) -> tuple[Collective, ...]:
-        return self.collectives
+    sends = property(attrgetter("collectives"))
 
 
 @record
@@ -377,13 +376,8 @@ class Run(Step):
         operands = self.operands
         return operands if None not in operands else tuple(s for s in operands if s is not None)  # type: ignore[return-value]
 
-    @property
-    def makes(self) -> tuple[Shard, ...]:
-        return self.results
-
-    @property
-    def sends(self) -> tuple[Collective, ...]:
-        return self.collectives
+    makes = property(attrgetter("results"))
+    sends = property(attrgetter("collectives"))
 
 
 @record
@@ -412,13 +406,8 @@ class Loop(Step):
     def reads(self) -> tuple[Shard, ...]:
         return (*self.consts, *self.hoisted, *self.inits, *self.stacks)
 
-    @property
-    def makes(self) -> tuple[Shard, ...]:
-        return self.results
-
-    @property
-    def bodies(self) -> tuple[Body, ...]:
-        return self.inner
+    makes = property(attrgetter("results"))
+    bodies = property(attrgetter("inner"))
 
     @property
     def body(self) -> Body:
@@ -446,13 +435,8 @@ class Branch(Step):
     def reads(self) -> tuple[Shard, ...]:
         return (*(() if self.index is None else (self.index,)), *self.operands)
 
-    @property
-    def makes(self) -> tuple[Shard, ...]:
-        return self.results
-
-    @property
-    def bodies(self) -> tuple[Body, ...]:
-        return self.branches
+    makes = property(attrgetter("results"))
+    bodies = property(attrgetter("branches"))
 
 
 @record
@@ -465,13 +449,7 @@ class Call(Step):
     op: Op
     body: Body
 
-    @property
-    def reads(self) -> tuple[Shard, ...]:
-        return self.body.free
-
-    @property
-    def makes(self) -> tuple[Shard, ...]:
-        return self.body.made
+    reads, makes = property(attrgetter("body.free")), property(attrgetter("body.made"))
 
     @property
     def bodies(self) -> tuple[Body, ...]:
@@ -495,9 +473,7 @@ class Barrier(Step):
     def reads(self) -> tuple[Shard, ...]:
         return (*self.sources, *self.after)
 
-    @property
-    def makes(self) -> tuple[Shard, ...]:
-        return self.results
+    makes = property(attrgetter("results"))
 
 
 def is_deferred(step: Step) -> bool:

@@ -64,14 +64,7 @@ VOTES: dict[Fact, tuple[str, float, str]] = {
     Fact.WINDOW: ("kernel", 3, "window of a convolution at {}"),
 }
 """Facts that are votes on their own; the others count together, in the functions below."""
-DECLARED = {
-    "heads": "heads",
-    "kv_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "e0": "experts",
-    "mlp": "mlp",
-    "embed": "embed",
-}
+DECLARED = {**{name: name for name in ("heads", "kv_heads", "head_dim", "mlp", "embed")}, "e0": "experts"}
 """Names in the rules of kernels → names of dims."""
 POSITIONS = {1: ("seq",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 """Number of dims of data that no weight contracts, without the batch → their names."""

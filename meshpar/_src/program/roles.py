@@ -73,11 +73,7 @@ class Flow:
 
     def bound(self, values: Iterable[Value]) -> set[Value]:
         """The values, and the same values inside of the bodies that have them as operands."""
-        found = todo = set(values)
-        while todo:
-            todo = {v for outer in todo for v in self.inside.get(outer, ())} - found
-            found = found | todo
-        return found
+        return self._reached(self.inside, values, owned=(), through=False)
 
 
 def elementwise_flow(program: Program) -> Flow:

@@ -10,15 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from ...errors import MeshError
-from ..compat.jax import (
-    axes_of_spec,
-    equations,
-    in_auto_mesh,
-    make_jaxpr,
-    shardings_of,
-    source_line,
-    without_refs,
-)
+from ..compat.jax import axes_of_spec, equations, in_auto_mesh, make_jaxpr, shardings_of, source_line, without_refs
 from ..layout import AnyMesh
 from ..rules.control_flow import run_bodies
 from ..units import mesh_text
@@ -98,11 +90,7 @@ def _constrained(mesh: AnyMesh, eqn: JaxprEqn) -> list[Any]:
     invars = [constrained(v, s, False) for v, s in zip(eqn.invars, given.operands, strict=True)]
     operands = len(eqns)
     outvars = [constrained(v, s, True) for v, s in zip(eqn.outvars, given.results, strict=True)]
-    return [
-        *eqns[:operands],
-        eqn.replace(params=given.params, invars=invars, outvars=outvars),
-        *eqns[operands:],
-    ]
+    return [*eqns[:operands], eqn.replace(params=given.params, invars=invars, outvars=outvars), *eqns[operands:]]
 
 
 def _with_scalar_condition(eqn: Any) -> list[Any]:

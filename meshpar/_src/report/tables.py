@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -209,3 +210,10 @@ def key(kinds: Iterable[tuple[str, str]], more: str = "") -> str:
     """The explanation of colours: (CSS class, text) of each, then more markup."""
     spans = "".join(f'<span class="{kind}"><i></i>{escape(of)}</span>' for kind, of in kinds)
     return f'<div class="key">{spans}{more}</div>'
+
+
+def html_picture(name: str, label: str, data: Any) -> str:
+    """The place in which the function ``name`` of the page's script draws some data; ``label``: for screen readers."""
+    text = json.dumps(data).replace("<", "\\u003c")
+    script = f'<script type="application/json">{text}</script>'
+    return f'<div class="picture" data-draw="{name}" data-label="{escape(label)}">{script}</div>'

@@ -94,6 +94,16 @@ but the factors of the rule, which is the user's.
 """
 
 
+class _OfFamily:
+    """An attribute of :class:`Primitive`: whether the primitive is of one of these families."""
+
+    def __init__(self, *families: Family):
+        self.families = families
+
+    def __get__(self, entry: Primitive, owner: object) -> bool:
+        return entry.family in self.families
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primitive:
     """The entry of a JAX primitive. The defaults hold for a primitive without an entry.
@@ -137,35 +147,18 @@ class Primitive:
         """A matmul or convolution: takes FLOPs, and computes its operands as it reads them."""
         return self.matmul_dims is not None
 
-    @property
-    def slice(self) -> bool:
-        """Reads a part of its operand."""
-        return self.family in ("slice", "dynamic_slice", "gather")
-
-    @property
-    def contiguous_slice(self) -> bool:
-        """Reads one block of its operand."""
-        return self.family in ("slice", "dynamic_slice")
-
-    @property
-    def regroups(self) -> bool:
-        """A ``reshape``, or one that only removes dims of size 1."""
-        return self.family in ("reshape", "squeeze")
-
-    @property
-    def call(self) -> bool:
-        """Runs one body once, on its operands as they are."""
-        return self.family in ("call", "checkpoint", "custom_derivative")
-
-    @property
-    def loop(self) -> bool:
-        """Runs its body repeatedly; a ``scan`` also slices and stacks arrays, and ``params["length"]`` is its trip count."""
-        return self.family in ("scan", "while")
-
-    @property
-    def control_flow(self) -> bool:
-        """Runs bodies repeatedly or conditionally, on operands of their own."""
-        return self.family in ("scan", "while", "cond")
+    slice = _OfFamily("slice", "dynamic_slice", "gather")
+    """Reads a part of its operand."""
+    contiguous_slice = _OfFamily("slice", "dynamic_slice")
+    """Reads one block of its operand."""
+    regroups = _OfFamily("reshape", "squeeze")
+    """A ``reshape``, or one that only removes dims of size 1."""
+    call = _OfFamily("call", "checkpoint", "custom_derivative")
+    """Runs one body once, on its operands as they are."""
+    loop = _OfFamily("scan", "while")
+    """Runs its body repeatedly; a ``scan`` also slices and stacks arrays, and ``params["length"]`` is its trip count."""
+    control_flow = _OfFamily("scan", "while", "cond")
+    """Runs bodies repeatedly or conditionally, on operands of their own."""
 
     @property
     def cheap(self) -> bool:

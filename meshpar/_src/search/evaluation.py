@@ -157,7 +157,7 @@ class Evaluation:
         first, row = self.rows[one], self._results.get(key)
         if isinstance(row, Row):
             return row.cost == first.cost
-        if (plan := self._legal_plan(other)) is None:
+        if (plan := self.legal_plan(other)) is None:
             return False
         if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
             return False
@@ -192,11 +192,7 @@ class Evaluation:
             return None
         return self._row(point, plan)
 
-    def is_legal(self, point: Point) -> bool:
-        """Whether a candidate has a plan."""
-        return self._legal_plan(point) is not None
-
-    def _legal_plan(self, point: Point) -> Plan | None:
+    def legal_plan(self, point: Point) -> Plan | None:
         """The plan of a candidate before passes; None: it has none."""
         try:
             return self._plan_without_passes(point)
@@ -416,13 +412,7 @@ class Evaluation:
         hopeless = not bound.fits and best is not None and self.rank(bound) > self.rank(best)
         if not hopeless and (self.is_gain(bound, row) or (only_time and self.rank(bound) < self.rank(row))):
             self.plan(point, parent if only_time else None, row.seconds)
-        elif (
-            not bound.fits
-            and self.objective == "time"
-            and best is not None
-            and best.fits
-            and bound.seconds < best.seconds
-        ):
+        elif not bound.fits and self.objective == "time" and best and best.fits and bound.seconds < best.seconds:
             self.plan(point)
 
     # -- descent
