@@ -612,9 +612,11 @@ function drawMemory(place, data) {
     if (bands.at(-1)?.[2] === phase) bands.at(-1)[1] = k + 1; else bands.push([k, k + 1, phase]);
   });
   const strip = make("div", { class: "passes" });
-  const missing = data.roles.filter((_, role) => !points[peak].bytes[role]);
-  const legend = missing.length ? make("div", { class: "key" }, ...missing.map(([role, css]) => make("span", { class: css }, make("i", {}), `${role}, not at the peak`))) : null;
-  place.prepend(...[plot, strip, legend].filter(Boolean));
+  const kinds = data.roles.map(([role, css], k) => [role, css, points[peak].bytes[k]]).sort((a, b) => rank(a) - rank(b));
+  const stack = make("div", { class: "stack", "aria-hidden": "true" }, ...kinds.filter(([, , size]) => size).map(([role, css, size]) =>
+    make("i", { class: css, style: `flex:${size} 0 0`, title: `${role} ${memoryText(size)}` })));
+  const legend = make("div", { class: "key" }, ...kinds.map(([role, css, size]) => make("span", { class: css }, make("i", {}), `${role} ${size ? memoryText(size) : "0"}`)));
+  place.prepend(plot, strip, make("h3", {}, `the peak${points[peak].source ? ` at ${points[peak].source}` : ""}`), stack, legend);
   const tip = tooltip(place);
   const show = (k) => {
     const { phase, name, source, bytes } = points[k], box = plot.getBoundingClientRect(), mid = box.left + (box.width * (k + 0.5)) / n;
