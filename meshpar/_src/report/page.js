@@ -596,7 +596,7 @@ function drawMemory(place, data) {
   const peak = below.indexOf(Math.max(...below));
   const cursor = make("line", { class: "cursor", y1: 0, y2: 100, x1: -1, x2: -1 });
   const svg = make("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", "aria-hidden": "true" }, ...areas,
-    limit && make("line", { class: "limit", x1: 0, x2: 100, y1: y(data.capacity), y2: y(data.capacity) }), cursor);
+    limit ? make("line", { class: "limit", x1: 0, x2: 100, y1: y(data.capacity), y2: y(data.capacity) }) : null, cursor);
   const side = x(peak) > 50 ? `right:${100 - x(peak + 1)}%` : `left:${x(peak)}%`;
   const marks = [
     ...ticks.map(([size, text]) => make("span", { class: "tick", style: `top:${y(size)}%` }, text)),
