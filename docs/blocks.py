@@ -241,7 +241,8 @@ def shown(block: Block, printed: str) -> str:
         last = next((k for k, line in enumerate(lines) if k > first and re.match(block.stop, line)), -1)
     if not printed.strip() or first < 0 or last < 0:
         raise ValueError(f"line {block.line}: no lines from {block.start!r} to {block.stop!r} in\n{printed}")
-    lines = [*["…"] * (first > 0), *lines[first:last], *["…"] * (last < len(lines))]
+    selected = "\n".join(lines[first:last]).rstrip().split("\n")
+    lines = [*["…"] * (first > 0), *selected, *["…"] * (last < len(lines))]
     return "\n".join(part for line in lines for part in _wrapped(line.rstrip()))
 
 

@@ -29,7 +29,7 @@ def chromium():
 
 
 CONTRASTS = """() => {
-    const rgb = (text) => (text.match(/[\\d.]+/g) ?? []).map((v) => Number(v) * (text.startsWith("color(srgb") ? 255 : 1));
+    const rgb = (text) => (text.match(/[\\d.]+/g) ?? []).map((n, k) => (text.startsWith("color(") && k < 3 ? 255 * n : +n));
     const light = ([r, g, b]) => {
         const [x, y, z] = [r, g, b].map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
         return 0.2126 * x + 0.7152 * y + 0.0722 * z;

@@ -17,6 +17,9 @@ from rich.text import Text
 MAX_PATH_SHARE = 0.35
 """Fraction of the width of the terminal that a path may take."""
 
+MAX_ERROR = 0.1
+"""Difference from a planned number, as a fraction of it, from which on a ratio is red."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -73,6 +76,14 @@ def shortened(path: str, width: int) -> str:
 def number(text: str, value: float, bar: str = "", css: str = "") -> Cell:
     """A right-aligned cell that sorts by ``value``; ``bar`` is markup below the number."""
     return Cell(text, value, escape(text) + bar, css)
+
+
+def ratio(actual: float | None, planned: float | None) -> Cell:
+    """An actual number over the planned one, ``1.27``; red where they differ by more than :data:`MAX_ERROR`."""
+    if actual is None or not planned:
+        return number("", 0.0)
+    text, far = f"{actual / planned:.2f}", abs(actual / planned - 1) > MAX_ERROR
+    return Cell(text, actual / planned, css="up" * far, terminal=Text(text, "red" * far))
 
 
 def code(text: str) -> Cell:

@@ -27,7 +27,7 @@ from ..plan.plan import Plan
 from ..plan.steps import Loop
 from ..report.document import Document
 from ..report.facts import kernels_of
-from ..report.tables import Cell, Table, code, html_picture, number
+from ..report.tables import Cell, Table, code, html_picture, number, ratio
 from ..units import format_seconds
 from .hlo import KINDS
 from .hlo_text import Instruction, Module, arrays, byte_size
@@ -338,9 +338,8 @@ def _tables(p: PlanProfile) -> list[Table]:
         return number("–" if x is None else format_seconds(x), x or 0.0)
 
     def row(m: Measured) -> list[Cell]:
-        ratio = "" if m.ratio is None else f"{m.ratio:.2f}"
         calls = number("?" if m.runs is None else f"{m.runs}", m.runs or 0)
-        return [code(m.name), calls, seconds(m.planned), seconds(m.measured), number(ratio, m.ratio or 0.0)]
+        return [code(m.name), calls, seconds(m.planned), seconds(m.measured), ratio(m.measured, m.planned)]
 
     columns = [("", ""), ("calls a step", "n"), ("planned", "n"), ("measured", "n"), ("ratio", "n")]
     other = [[code(name), seconds(x)] for name, x in p.other]
