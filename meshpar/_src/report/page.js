@@ -602,7 +602,7 @@ function drawMemory(place, data) {
     ...ticks.map(([size, text]) => make("span", { class: "tick", style: `top:${y(size)}%` }, text)),
     make("span", { class: "mark", style: `${side};top:${y(below[peak])}%;transform:translateY(-108%)` }, `peak ${memoryText(highest)}`),
     limit && make("span", { class: "mark limit", style: `left:4px;top:${y(data.capacity)}%;transform:translateY(${y(data.capacity) > 12 ? -104 : 4}%)` }, `capacity ${memoryText(data.capacity)}`),
-    !limit && data.capacity !== null && make("span", { class: "mark dim", style: "right:0;top:0" }, `capacity ${memoryText(data.capacity)} ↑`),
+    !limit && data.capacity !== null && make("span", { class: "mark dim", style: "right:0" }, `capacity ${memoryText(data.capacity)} ↑`),
   ];
   const plot = make("div", {
     class: "plot", tabindex: 0, role: "slider", "aria-label": `${place.dataset.label}; the peak is ${memoryText(highest)}`, "aria-valuemin": 0, "aria-valuemax": n - 1, "aria-valuenow": peak,
@@ -701,7 +701,7 @@ function drawRoofline(place, data) {
     const at = points[0], near = X(at.intensity) > r - 90;
     const svg = make("svg", { class: "roofline", viewBox: `0 0 ${width} ${height}`, style: `width:${width}px;height:${height}px`, role: "group", "aria-label": place.dataset.label },
       ...grid, roofLine, ...circles.slice(1), circles[0],
-      text(r - 2, Y(data.flops) - 5, `${data.chip}: ${rate(data.flops)}`, { "text-anchor": "end" }),
+      text(X(ridge) + 4, Y(data.flops) - 7, `${data.chip}: ${rate(data.flops)}`),
       text(X(at.intensity) + (near ? -12 : 12), Y(at.rate) + 4, "the step", { fill: "var(--ink)", "font-weight": 600, "text-anchor": near ? "end" : "start" }),
       text(r, height - 4, "FLOPs per byte of HBM traffic", { "text-anchor": "end" }));
     view.replaceChildren(svg);
