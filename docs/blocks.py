@@ -22,7 +22,6 @@ the output of the block, except for what matches the regular expression of ``<!-
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import html
 import importlib
@@ -59,7 +58,7 @@ _FENCE = re.compile(
     r"(?:\n\n```text\n(?P<stored>.*?)^```$)?)?",
     re.MULTILINE | re.DOTALL,
 )
-_ROUNDING = r"\d(?:\.\d+)?e-\d\d"
+ROUNDING = r"\d(?:\.\d+)?e-\d\d"
 _ESCAPE = re.compile("\x1b\\[([0-9;]*)m")
 _GENERATED = re.compile(r"^<!-- generated: (?P<function>\w+)(?P<arguments>(?: [\w./-]+)*) -->$", re.MULTILINE)
 
@@ -92,7 +91,7 @@ class Block:
 
     def is_stored(self, lines: str) -> bool:
         """Whether the stored output is these lines, except for rounding errors, ``2.4e-07``, and for what varies."""
-        varies = f"(?:{self.varies})|{_ROUNDING}" if self.varies else _ROUNDING
+        varies = f"(?:{self.varies})|{ROUNDING}" if self.varies else ROUNDING
         return re.sub(varies, "…", (self.stored or "").rstrip("\n")) == re.sub(varies, "…", lines)
 
     @property
@@ -344,24 +343,27 @@ def with_stored_output(text: str, name: str) -> str:
 
 
 def executed(notebook: Path) -> Any:
-    """The notebook with the outputs of its cells as a code host can show them: text, and a picture in place of a widget.
+    """The notebook with the printed output of its cells, which a code host can show, without colours.
 
-    Needs the extra ``notebook``. Pages, which need a style sheet and a script, are left out: a live notebook shows them.
+    Needs the extra ``notebook``. Pages and widgets, which need a style sheet and a script, are left out: a live notebook shows them.
     """
     import nbclient
     import nbformat
 
     cells = nbformat.read(notebook, as_version=4)
-    nbclient.NotebookClient(cells, timeout=300, resources={"metadata": {"path": str(notebook.parent)}}).execute()
+    with mock.patch.dict(os.environ, NO_COLOR="1"):
+        nbclient.NotebookClient(cells, timeout=300, resources={"metadata": {"path": str(notebook.parent)}}).execute()
     cells.metadata.pop("widgets", None)
     for cell in cells.cells:
         cell.metadata.pop("execution", None)
-        for output in cell.get("outputs", ()):
-            data = output.get("data", {})
-            if WIDGET in data:
-                data["image/png"] = base64.b64encode((notebook.parent / "lab.png").read_bytes()).decode() + "\n"
-            for kind in {"text/html", WIDGET} & set(data):
-                del data[kind]
+        if cell.cell_type == "code":
+            text = plain("".join(out.get("text") or out.get("data", {}).get("text/plain", "") for out in cell.outputs))
+            is_page = any({"text/html", WIDGET} & set(out.get("data", ())) for out in cell.outputs) and not text.count(
+                "\n"
+            )
+            cell.outputs = (
+                [] if is_page else [nbformat.v4.new_output("stream", name="stdout", text=f"{text.strip()}\n")]
+            )
     return cells
 
 

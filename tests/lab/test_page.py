@@ -451,7 +451,7 @@ def test_it_fits_and_follows_the_colour_scheme(page):
 
 
 CONTRASTS = """() => {
-    const rgb = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+    const rgb = (text) => text.match(/[\\d.]+/g).map((n, k) => (text.startsWith("color(") && k < 3 ? 255 * n : +n));
     const light = ([r, g, b]) => {
         const [x, y, z] = [r, g, b].map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
         return 0.2126 * x + 0.7152 * y + 0.0722 * z;

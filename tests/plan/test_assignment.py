@@ -56,9 +56,8 @@ def test_layouts_with_the_same_rules_for_some_names_share_their_assignment():
     for text in texts:
         fresh = assignment(text, traced())
         assert [a.axes for a in answered[text]] == [a.axes for a in fresh.group_assignments()]
-        values = {fresh.value_items(v): fresh.value_spec(v) for v in fresh.program.inputs}
-        for items, spec in values.items():
-            assert fresh.assignments()[fresh.queries().index[items, ()]] == spec
+        for value in fresh.program.inputs:
+            assert fresh.assignments()[fresh.queries().of_value[value]] == fresh.value_spec(value)
 
 
 @pytest.mark.parametrize(

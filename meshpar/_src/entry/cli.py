@@ -30,6 +30,7 @@ from rich.console import Console
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from ..cost.caching import with_reasons
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import device_count
@@ -681,7 +682,8 @@ def _planned(
     """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
     mesh = _mesh(args, mesh, topology)
     layout = _layout(args, target, layout, mesh, topology)
-    return _call(args, plan_of, target, mesh=mesh, topology=topology, layout=layout)
+    plan = _call(args, plan_of, target, mesh=mesh, topology=topology, layout=layout)
+    return with_reasons(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:

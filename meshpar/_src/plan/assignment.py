@@ -110,12 +110,12 @@ class Queries:
 
     Attributes:
       groups: the queries, in order.
-      index: (query, scopes of its values) → its index in this order.
+      of_value: for every value, the index of its query.
       of_op: for every op without bodies, the indices of the queries of its results, then the index of the op's own query.
     """
 
     groups: tuple[RuleGroup, ...]
-    index: dict[tuple[Any, tuple[str, ...] | None], int]
+    of_value: dict[Value, int]
     of_op: dict[Op, tuple[int, ...]]
 
 
@@ -288,8 +288,7 @@ class AxisAssignment:
         """
         names = self.tables.factor_names.get(op)
         if names is None:
-            rule = op.rule
-            assert rule is not None
+            rule = op.factor_rule
             sub_dims_of = self.program.unifier.sub_dims_of
             arrays = tuple(
                 None if v is None else (v.annotation, tuple(map(sub_dims_of, v.nodes))) for v in (*op.ins, *op.outs)
@@ -340,13 +339,12 @@ class AxisAssignment:
         Args:
           cost: axes of the factors → bytes sent, by which conflicts are resolved; None: by the order of the rules.
         """
-        assert op.rule is not None
         query, scopes = self.op_query(op)
         if cost is None:
             return list(self._query_axes(query, scopes))
         axes = self._claimed(query.groups, query.items, scopes)
         axes = self._cheapest(op, query.items, scopes, axes, lambda choice: cost(query.linked(choice)))
-        return contiguous_only(op.rule, query.linked(axes), self.sizes)
+        return contiguous_only(op.factor_rule, query.linked(axes), self.sizes)
 
     def _query_axes(self, query: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The axes of every factor of an op with a query, by the order of the rules."""
@@ -358,8 +356,7 @@ class AxisAssignment:
 
     def op_query(self, op: Op) -> tuple[OpQuery, tuple[str, ...]]:
         """(query, scopes) of an op with a rule."""
-        rule, given = op.rule, self.factor_names(op)
-        assert rule is not None
+        rule, given = op.factor_rule, self.factor_names(op)
         query = self.tables.op_queries.get((rule, given))
         if query is None:
             query = self.tables.op_queries[rule, given] = self._new_query(rule, given)
@@ -524,10 +521,11 @@ class AxisAssignment:
             return index.setdefault((query, scopes), len(index))
 
         def add_value(value: Value) -> int:
-            if value.explicit is not None:
-                return add(value.explicit, None)
-            return add(self.value_items(value), self.scopes_of(value))
+            explicit = value.explicit is not None
+            query = (value.explicit, None) if explicit else (self.value_items(value), self.scopes_of(value))
+            return values.setdefault(value, add(*query))
 
+        values: dict[Value, int] = {}
         for value in self.program.inputs:
             add_value(value)
         ops: dict[Op, tuple[int, ...]] = {}
@@ -546,7 +544,7 @@ class AxisAssignment:
                 if items is not None or self.scoped:
                     work = (add(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
             ops[op] = (*outs, *work)
-        return _grouped_by_rules(index, ops)
+        return _grouped_by_rules(index, values, ops)
 
     def rule_text(self, names: Sequence[str], axis: str) -> str | None:
         """The text of the rule, of any scope, that gives an axis to a dim with one of these names; None: no rule does."""
@@ -558,12 +556,14 @@ class AxisAssignment:
 
 
 def _grouped_by_rules(
-    queries: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapping[Op, tuple[int, ...]]
+    queries: Iterable[tuple[Any, tuple[str, ...] | None]],
+    values: Mapping[Value, int],
+    ops: Mapping[Op, tuple[int, ...]],
 ) -> Queries:
     """The queries in the order of their rule groups.
 
     Args:
-      queries: (query, scopes of its values), in any order; ops: for each op, indices in that order.
+      queries: (query, scopes of its values), in any order; values, ops: for each value and op, indices in that order.
     """
     groups: dict[tuple[frozenset[str], tuple[str, ...] | None], list[tuple[int, Any]]] = {}
     for k, (query, scopes) in enumerate(queries):
@@ -575,7 +575,7 @@ def _grouped_by_rules(
             RuleGroup(tuple(q for _, q in own), *about, LRUCache(MAX_CACHED_ASSIGNMENTS))
             for about, own in groups.items()
         ),
-        {(q, scopes): new[k] for (_, scopes), own in groups.items() for k, q in own},
+        {value: new[k] for value, k in values.items()},
         {op: tuple(new[k] for k in own) for op, own in ops.items()},
     )
 

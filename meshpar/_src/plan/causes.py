@@ -40,6 +40,11 @@ def _is_indexed(op: Op, value: Value, i: int) -> bool:
     return any(op.rule.kinds[f] == "indexed" for own in dims if own for f in own[i])
 
 
+def _lost(have: Spec, need: Spec) -> list[tuple[int, str]]:
+    """(dim, axis) for the axes that a spec has on a dim, and another one has not."""
+    return [(i, a) for i, (before, after) in enumerate(zip(have, need, strict=True)) for a in before if a not in after]
+
+
 class Causes:
     """The wording of causes in the plan of a program under a layout."""
 
@@ -87,35 +92,30 @@ class Causes:
         """The cause of a reshard of an operand: why ``op`` needs ``value`` in the spec ``need`` rather than ``have``."""
         names, name = self.factor_names(op), name_of(op)
         reasons = []
-        for i, (before, after) in enumerate(zip(have, need, strict=True)):
-            for a in before:
-                if a in after:
-                    continue
-                dim = self.dim(value, i)
-                dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
-                rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
-                owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
-                owner = next(owners, None) or self._owner(op, dim_names, a)
-                other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
-                part = f"the parts of `{dim}` over `{a}`" if after else f"all of `{dim}`"
-                fetches = f"each device first fetches {part}, which `{rule}` splits"
-                so = fetches if other is None else f"`{a}` moves to `{other}` from `{dim}` (`{rule}`)"
-                if owner == dim:
-                    reasons.append(f"another `{dim}` already takes `{a}`, so {so}")
-                elif owner is not None:
-                    reasons.append(f"`{owner}` already takes `{a}`, so {so}")
-                elif other is not None:
-                    reasons.append(f"{name} needs `{a}` on `{other}`, so {so}")
-                elif op.rule is not None and not op.rule.known:
-                    reasons.append(f"{name} has no factor rule, so {so}")
-                elif _is_indexed(op, value, i):
-                    reasons.append(
-                        f"{name} reads rows of `{dim}` several times, so {so}: adding up the rows of each read sends more"
-                    )
-                else:
-                    reasons.append(
-                        f"{name} needs all of `{dim}`, which `{rule}` splits, so each device fetches it first"
-                    )
+        for i, a in _lost(have, need):
+            dim = self.dim(value, i)
+            dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
+            rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
+            owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
+            owner = next(owners, None) or self._owner(op, dim_names, a)
+            other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
+            part = f"the parts of `{dim}` over `{a}`" if need[i] else f"all of `{dim}`"
+            fetches = f"each device first fetches {part}, which `{rule}` splits"
+            so = fetches if other is None else f"`{a}` moves to `{other}` from `{dim}` (`{rule}`)"
+            if owner == dim:
+                reasons.append(f"another `{dim}` already takes `{a}`, so {so}")
+            elif owner is not None:
+                reasons.append(f"`{owner}` already takes `{a}`, so {so}")
+            elif other is not None:
+                reasons.append(f"{name} needs `{a}` on `{other}`, so {so}")
+            elif op.rule is not None and not op.rule.known:
+                reasons.append(f"{name} has no factor rule, so {so}")
+            elif _is_indexed(op, value, i):
+                reasons.append(
+                    f"{name} reads rows of `{dim}` several times, so {so}: adding up the rows of each read sends more"
+                )
+            else:
+                reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits, so each device fetches it first")
         return "; ".join(dict.fromkeys(reasons)) or f"{name} needs the axes of an operand in another order"
 
     def _owner(self, op: Op, dim_names: Sequence[str], axis: str) -> str | None:
@@ -136,18 +136,11 @@ class Causes:
         on = {a: self.dim(value, i) for i, entry in enumerate(need) for a in entry}
         made: dict[str, None] = {}
         kept: dict[str, None] = {}
-        for i, (before, after) in enumerate(zip(have, need, strict=True)):
-            for a in before:
-                if a not in after:
-                    dim = self.dim(value, i)
-                    made[f"`{a}` on `{dim}`"] = None
-                    kept[
-                        f"`{a}` on `{on[a]}`"
-                        if a in on
-                        else f"`{dim}` not split over `{a}`"
-                        if after
-                        else f"all of `{dim}`"
-                    ] = None
+        for i, a in _lost(have, need):
+            dim = self.dim(value, i)
+            made[f"`{a}` on `{dim}`"] = None
+            whole = f"`{dim}` not split over `{a}`" if need[i] else f"all of `{dim}`"
+            kept[f"`{a}` on `{on[a]}`" if a in on else whole] = None
         if not made:
             return f"{makes} with the axes of a dim in another order than the layout stores it"
         return f"{makes} with {' and '.join(made)}, but the layout stores it with {' and '.join(kept)}"

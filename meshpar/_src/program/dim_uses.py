@@ -232,15 +232,15 @@ class DimUses:
         shared: list[int] = []  # a node of each factor that both operands and the result have
         read: list[int] = []  # … that both operands have, and the result lacks
         of: tuple[list[int], list[int]] = [], []  # … that one operand has, and the result
-        assert op.rule is not None
-        for f in range(len(op.rule.sizes)):
+        rule = op.factor_rule
+        for f in range(len(rule.sizes)):
             nodes = [
                 [n for n, factors in zip(v.nodes, dims, strict=True) if f in factors]
-                for v, dims in zip(op.ins, op.rule.ins, strict=True)
+                for v, dims in zip(op.ins, rule.ins, strict=True)
                 if v is not None
             ]
             if all(nodes):
-                in_result = any(f in dim for dim in op.rule.outs[0])
+                in_result = any(f in dim for dim in rule.outs[0])
                 (shared if in_result else read).append(nodes[0][0])
             else:
                 for k in (0, 1):

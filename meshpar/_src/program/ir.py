@@ -97,6 +97,12 @@ class Op:
         return self.eqn.params["kernel"].name if self.primitive.family == "kernel" else self.name
 
     @property
+    def factor_rule(self) -> OpRule:
+        """The rule of an op that has one."""
+        assert self.rule is not None, f"{self.name} has no factor rule"
+        return self.rule
+
+    @property
     def recomputes(self) -> bool:
         """Whether the op is a call that recomputes part of the forward pass behind a barrier."""
         p = self.eqn.params

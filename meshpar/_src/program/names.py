@@ -128,14 +128,13 @@ class Unifier:
             return True
         if self.size[a] != self.size[b]:
             return False
-        sa, sb = self.split.get(a), self.split.get(b)
-        if sa is None and sb is None:
+        if a not in self.split and b not in self.split:
             if not self.occurs[a].isdisjoint(self.occurs[b]):
                 self.soft.append((a, b, where))
                 return False
             self._merge(a, b)
             return True
-        ok = self.unify_sequences([a] if sa is None else list(sa), [b] if sb is None else list(sb), where)
+        ok = self.unify_sequences([a], [b], where)
         a, b = self.find(a), self.find(b)
         if ok and a != b and (a in self.split) == (b in self.split):
             self._merge(a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -15,6 +16,9 @@ from rich.text import Text
 
 MAX_PATH_SHARE = 0.35
 """Fraction of the width of the terminal that a path may take."""
+
+MAX_ERROR = 0.1
+"""Difference from a planned number, as a fraction of it, from which on a ratio is red."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,14 @@ def shortened(path: str, width: int) -> str:
 def number(text: str, value: float, bar: str = "", css: str = "") -> Cell:
     """A right-aligned cell that sorts by ``value``; ``bar`` is markup below the number."""
     return Cell(text, value, escape(text) + bar, css)
+
+
+def ratio(actual: float | None, planned: float | None) -> Cell:
+    """An actual number over the planned one, ``1.27``; red where they differ by more than :data:`MAX_ERROR`."""
+    if actual is None or not planned:
+        return number("", 0.0)
+    text, far = f"{actual / planned:.2f}", abs(actual / planned - 1) > MAX_ERROR
+    return Cell(text, actual / planned, css="up" * far, terminal=Text(text, "red" * far))
 
 
 def code(text: str) -> Cell:
@@ -159,3 +171,10 @@ def key(kinds: Iterable[tuple[str, str]], more: str = "") -> str:
     """The explanation of colours: (CSS class, text) of each, then more markup."""
     spans = "".join(f'<span class="{kind}"><i></i>{escape(of)}</span>' for kind, of in kinds)
     return f'<div class="key">{spans}{more}</div>'
+
+
+def html_picture(name: str, label: str, data: Any) -> str:
+    """The place in which the function ``name`` of the page's script draws some data; ``label``: for screen readers."""
+    text = json.dumps(data).replace("<", "\\u003c")
+    script = f'<script type="application/json">{text}</script>'
+    return f'<div class="picture" data-draw="{name}" data-label="{escape(label)}">{script}</div>'

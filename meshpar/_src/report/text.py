@@ -18,7 +18,7 @@ from ..cost.time import time_of
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
 from . import facts
-from .colours import PALETTE, AxisColours
+from .colours import PALETTE, ROLE_STYLES, AxisColours
 from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
@@ -86,7 +86,8 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     timed = chip is not None
     rows: list[tuple[str, str, Text, Text]] = []
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])[:MAX_KINDS]
-    kinds = Text(" · ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 0.01 * memory.peak))
+    large = [(kind, n) for kind, n in ranked if n >= 0.01 * memory.peak]
+    kinds = Text(" · ").join(Text.assemble((kind, ROLE_STYLES[kind]), f" {format_memory(n)}") for kind, n in large)
     needs = format_memory(memory.peak)
     if chip is None:
         rows.append(("needs", needs, Text(), kinds))

@@ -33,6 +33,7 @@ from ..layout import Layout
 from ..mesh import MeshSizes
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
+from ..progress import Counted
 from ..units import mesh_text
 from .localize import Localizer, Reference
 from .numbers import compiled, host, on_device, worst_of
@@ -69,6 +70,16 @@ class Row:
     rounding: float = 0.0
     rounding_path: str = ""
 
+    def cells(self) -> tuple[str, ...]:
+        """The mark, mesh, layout, lowering and difference of a line of the report."""
+        rounded = f", {len(self.explained)} of {self.leaves} leaves by rounding ({self.rounding:.1e})" * bool(
+            self.explained
+        )
+        place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
+        leaf = f"{self.difference:.1e} in {place}" if self.difference else "no difference"
+        mark = "✓" if self.error is None else "✗"
+        return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
+
 
 MAX_COMPONENTS = 3
 """Components of the path of a leaf in a line, the last ones."""
@@ -98,13 +109,7 @@ class Report:
     def __str__(self) -> str:
         """The result, a line per run, and the errors in full: ``✓ data=4  batch: data  1.2e-07 in nu/up``."""
         lowerings = len({r.lowering for r in self.rows}) > 1
-        cells = []
-        for r in self.rows:
-            rounded = f", {len(r.explained)} of {r.leaves} leaves by rounding ({r.rounding:.1e})" if r.explained else ""
-            place = "/".join(r.path.split("/")[-MAX_COMPONENTS:])
-            leaf = f"{r.difference:.1e} in {place}" if r.difference else "no difference"
-            mark = "✓" if r.error is None else "✗"
-            cells.append((mark, r.mesh, r.layout or UNSHARDED, r.lowering if lowerings else "", leaf + rounded))
+        cells = [(*cells[:3], cells[3] * lowerings, cells[4]) for cells in (r.cells() for r in self.rows)]
         cells += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)] if cells else []
         rows = [[c.ljust(w) for c, w in zip(row, widths, strict=True) if w] for row in cells]
@@ -175,9 +180,16 @@ def check_layouts(
     for k, (layout, m) in enumerate(pairs):
         m = make_mesh(m) if isinstance(m, str | Mapping) else m
         for j, lowering in enumerate(lowerings):
-            run = f"run {k * len(lowerings) + j + 1} of {len(pairs) * len(lowerings)}"
+            done, total, results = (
+                k * len(lowerings) + j,
+                len(pairs) * len(lowerings),
+                ["  ".join(r.cells()) for r in report.rows],
+            )
             name = f"{mesh_text(m.shape)}: {layout or UNSHARDED}"
-            case.tell = lambda text, run=run, name=name: tell(f"{run}, {text}, {name}")
+            how = (done, total, results)
+            case.tell = lambda text, how=how, name=name: tell(
+                Counted(f"run {how[0] + 1} of {how[1]}, {text}, {name}", *how)
+            )
             case.tell("planning")
             try:
                 with subject(m, layout, lowering) as it:
