@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 import meshpar as mp
+from meshpar._src.report.colours import ROLE_CLASSES
 from meshpar._src.report.diff import Metric
 from meshpar._src.report.document import plain
 from meshpar._src.report.tables import ratio, shortened
@@ -116,7 +117,7 @@ def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
     assert [c["bytes"] for c in facts["constants"]] == [w.nbytes] == [facts["memory"]["by_kind"]["constants"]]
     closed.save(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
-    assert "constants 128.0 KiB" in page
+    assert f'["constants", "{ROLE_CLASSES["constants"]}"]' in page
     assert "<td>constants</td>" in page
 
 
