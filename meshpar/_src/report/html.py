@@ -165,8 +165,8 @@ def cards(plan: Plan) -> str:
         below = (facts.time_bounds(time), facts.blocking_collectives(plan), facts.calibration_text(plan))
         about = escape("; ".join(filter(None, below)))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
-        bottleneck = f"largest part: {escape(time.bottleneck.split(':')[0])}"
-        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bottleneck))
+        bound = f"bound by {escape(step_bounds(plan)[0][0])}" if time.seconds else ""
+        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bound))
     else:
         shown.append(("step time", "–", 0.0, "", NOT_ESTIMATED))
     if decoding := decoding_of(plan):

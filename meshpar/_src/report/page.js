@@ -319,12 +319,12 @@ function drawTimeline(place, data, kept) {
   const whole = data.seconds;
   const view = kept.timeline?.whole === whole ? kept.timeline : (kept.timeline = { whole, from: 0, to: whole });
   const shares = new Map();
-  const cssOf = (s) => (s.axes.length ? data.colours[s.axes[0]] : "ink");
+  const cssOf = (s) => (s.axes ? data.colours[s.axes[0]] : "ink");
 
   /** The lines of the tooltip of a span: name, seconds, dims and bytes, cause with its rule, source line. */
   function tipOf(s) {
     if (s.body) return [`${s.name}: ${secondsText(s.seconds)} = ${s.trips} × ${secondsText(s.body.seconds)}`, s.source];
-    const over = s.axes.length ? ` over ${s.axes.join("+")}` : "";
+    const over = s.axes ? ` over ${s.axes.join("+")}` : "";
     const wait = s.lane === "compute" ? "" : s.exposed ? `, ${secondsText(s.exposed)} exposed` : ", hidden";
     const of = { compute: "of HBM traffic", "host link": "per device" }[s.lane] ?? "sent per device";
     return [`${s.name}${over}: ${secondsText(s.seconds)}${wait}`, s.dims || "(scalar)", s.bytes && `${bytesText(s.bytes)} ${of}`, s.cause, s.source];
