@@ -176,6 +176,7 @@ class AxisAssignment:
         self.indivisible: dict[Value, tuple[Value, int, int]] = {}
         self.notes: list[str] = []
         self.shard_map_axes = self.tables.shard_map_axes
+        self._specs: dict[Value, Spec] = {}
         self._by_nodes: dict[object, Spec] = {}
         self._item_axes, self._op_axes = self.tables.axes_under(layout.rules, tuple(sizes.items()))
         self._all: tuple[GroupAssignment, ...] | None = None
@@ -204,6 +205,12 @@ class AxisAssignment:
 
     def value_spec(self, value: Value) -> Spec:
         """The stored spec of a value. Arrays without elements are replicated: XLA returns them with the global shape."""
+        spec = self._specs.get(value)
+        if spec is None:
+            spec = self._specs[value] = self._value_spec(value)
+        return spec
+
+    def _value_spec(self, value: Value) -> Spec:
         if 0 in value.shape:
             return replicated_spec(len(value.shape))
         if value.explicit is not None:
@@ -484,11 +491,7 @@ class AxisAssignment:
         known = self.named_scopes in self.tables.queries  # which a first plan does not need
         if known and not any(group.indivisible for group in self.group_assignments()):
             return []
-        # another one, since this one records values in the order in which they were queried
-        in_order = AxisAssignment(self.program, self.layout, self.sizes)
-        for value in self._all_values():
-            in_order.value_spec(value)
-        return list(in_order.indivisible.values())
+        return self.program.cached(_all_indivisible, self.layout, tuple(self.sizes.items()))
 
     def all_indivisible_optional(self, rules: Collection[Rule]) -> Iterator[tuple[Value, int, Rule]]:
         """Yields the (value, dim) whose sizes these optional rules do not divide, in program order."""
@@ -687,3 +690,13 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
         for value in flow.spread(of_scope, stored, through=opt):
             found.setdefault(value, set()).add(scope)
     return {i: tuple(sorted(s)) for i, s in found.items()}
+
+
+def _all_indivisible(
+    program: Program, layout: Layout, sizes: tuple[tuple[str, int], ...]
+) -> list[tuple[Value, int, int]]:
+    """:meth:`AxisAssignment.all_indivisible`, by an assignment that is queried in program order."""
+    in_order = AxisAssignment(program, layout, dict(sizes))
+    for value in in_order._all_values():
+        in_order.value_spec(value)
+    return list(in_order.indivisible.values())
