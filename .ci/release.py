@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The checks of a release: version, changelog, wheel and sdist, commands of an installation in an empty folder, and the docs.
 
-    python .ci/release.py [--dependencies SITE_PACKAGES …] [--keep FOLDER] [--no-docs]
+    python .ci/release.py [--dependencies SITE_PACKAGES --setuptools SITE_PACKAGES] [--keep FOLDER] [--no-docs]
 
 Wheel and sdist are built from the files of the last commit, and the wheel is installed into a new environment. Nothing is
 published. Each check is one line, and its problems follow; the exit status is 1 if there are any.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("meshpar", "meshpar_kernels")
-UNRELEASED = re.compile(r"unreleased|not released yet|nothing has been released", re.IGNORECASE)
+UNRELEASED = re.compile(r"\bunreleased\b|\bnot (yet )?released\b", re.IGNORECASE)
 HEAD = re.compile(r"^## \[(.+?)\] - (.+)$", re.MULTILINE)
 TARGET = '''
 """A small target, whose dims get their names from their uses."""
@@ -128,23 +128,22 @@ def check_tree() -> Iterator[str]:
     yield from (f"not committed: {line}" for line in output("git", "status", "--porcelain").splitlines())
 
 
-def environment(folder: Path, installed: Collection[Path], *wanted: str | Path) -> Path:
-    """The Python of a new virtual environment with the packages ``wanted``, and all of the folders ``installed`` if there are any:
-    then nothing is downloaded, and these are found before the environment's own."""
+def environment(folder: Path, installed: Path | None, *wanted: str | Path) -> Path:
+    """The Python of a new virtual environment with the packages ``wanted``; if a folder of installed packages is given, with these,
+    which precede the environment's own, and of the wanted ones with files alone."""
     output(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
-    if installed:
+    offline = []
+    if installed is not None:
         (site,) = folder.glob("lib/python*/site-packages")
-        paths = [str(path.resolve()) for path in installed]
-        (site / "dependencies.pth").write_text(f"import sys; sys.path[:0] = {paths!r}\n")
-        wanted = tuple(x for x in wanted if isinstance(x, Path))
+        (site / "installed.pth").write_text(f"import sys; sys.path.insert(0, {str(installed.resolve())!r})\n")
+        wanted, offline = tuple(x for x in wanted if isinstance(x, Path)), ["--no-deps", "--no-index"]
     if wanted:
-        offline = ["--no-deps", "--no-index"] if installed else []
         output(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *offline, *wanted)
     return python
 
 
-def build(folder: Path, installed: Collection[Path]) -> tuple[Path, Path]:
+def build(folder: Path, setuptools: Path | None) -> tuple[Path, Path]:
     """(wheel, sdist) of the last commit, in a folder."""
     source = folder / "source"
     source.mkdir()
@@ -152,7 +151,7 @@ def build(folder: Path, installed: Collection[Path]) -> tuple[Path, Path]:
     with tarfile.open(folder / "source.tar") as tar:
         tar.extractall(source, filter="data")
     needs = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]["requires"]
-    python = environment(folder / "build", installed, *needs)
+    python = environment(folder / "build", setuptools, *needs)
     return built(python, "wheel", source, folder), built(python, "sdist", source, folder)
 
 
@@ -176,11 +175,11 @@ def check_contents(wheel: Path, sdist: Path, folder: Path) -> Iterator[str]:
             yield from content_problems(str(archive.relative_to(folder)), opened.namelist(), expected)
 
 
-def check_installed(wheel: Path, folder: Path, installed: Collection[Path]) -> Iterator[str]:
+def check_installed(wheel: Path, folder: Path, dependencies: Path | None) -> Iterator[str]:
     """The commands run in an empty folder, in a new environment that has nothing but the wheel and its dependencies."""
     empty = folder / "empty"
     empty.mkdir()
-    python = environment(folder / "venv", installed, wheel)
+    python = environment(folder / "venv", dependencies, wheel)
     meshpar = python.with_name("meshpar")
     version = version_of((ROOT / "meshpar/__init__.py").read_text())
     if (said := output(meshpar, "--version", cwd=empty).strip()) != f"meshpar {version}":
@@ -211,8 +210,9 @@ def check_docs(folder: Path) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    about = "a folder with installed dependencies and setuptools, used instead of a package index; several may be given"
-    parser.add_argument("--dependencies", type=Path, metavar="SITE_PACKAGES", action="append", default=[], help=about)
+    for what in ("dependencies", "setuptools"):
+        about = f"a folder with the installed {what}, instead of a package index"
+        parser.add_argument(f"--{what}", type=Path, metavar="SITE_PACKAGES", help=about)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new folder that keeps wheel, sdist and site")
     parser.add_argument("--no-docs", action="store_true", help="do not build the docs, which takes half an hour")
     args = parser.parse_args()
@@ -234,7 +234,7 @@ def main() -> int:
         check("no page says that there is no release", check_leftovers)
         check("all files are committed", check_tree)
         try:
-            wheel, sdist = build(folder, args.dependencies)
+            wheel, sdist = build(folder, args.setuptools)
         except Failed as e:
             print(f"FAIL  wheel and sdist are built\n      {e}")
             return 1

@@ -17,6 +17,7 @@ from meshpar._src.entry.cli import GROUPS, _first_sentence, _parser
 from meshpar._src.entry.target import load_target
 from meshpar._src.hardware.chips import CHIPS, Chip
 from meshpar._src.plan_api import Plan
+from meshpar._src.report.colours import ROLE_STYLES
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,16 +224,6 @@ GALLERY = (
 )
 """Every target of the examples, but the small ones for tests."""
 
-PARTS = {
-    "parameters": "#4c78a8",
-    "optimizer state": "#72b7b2",
-    "gradients": "#54a24b",
-    "saved activations": "#f58518",
-    "temporaries": "#b279a2",
-    "other": "#9d755d",
-}
-"""Kind of memory → fill color of its part of a bar."""
-
 
 def gallery() -> str:
     """One section for each model: a line about it, the numbers of its plan, a bar of its memory, and a link to the plan's page.
@@ -288,14 +279,10 @@ def memory_bar(plan: Plan, capacity: float) -> str:
     """
     width, x, parts, keys = 640.0, 0.0, [], []
     shown = max(capacity, plan.memory.peak)
-    sizes: dict[str, float] = {}
-    for kind, size in plan.memory.by_kind.items():
-        name = kind if kind in PARTS else "other"
-        sizes[name] = sizes.get(name, 0.0) + size
-    for name, size in sizes.items():
+    for name, size in plan.memory.by_kind.items():
         w = size / shown * width
-        parts.append(f'<rect x="{x:.1f}" y="0" width="{w:.1f}" height="22" fill="{PARTS[name]}"/>')
-        keys.append(f'<span><i style="background:{PARTS[name]}"></i>{name} {format_memory(size)}</span>')
+        parts.append(f'<rect x="{x:.1f}" y="0" width="{w:.1f}" height="22" fill="{ROLE_STYLES[name]}"/>')
+        keys.append(f'<span><i style="background:{ROLE_STYLES[name]}"></i>{name} {format_memory(size)}</span>')
         x += w
     svg = (
         f'<svg viewBox="0 0 {width:g} 22" preserveAspectRatio="none" role="img" '

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,6 +210,21 @@ class Plan(record.Plan, report.Document):
 
     def __rich__(self) -> Any:
         return report.plan_renderable(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``;
+        ``.perfetto.json``, the timeline of the step in the Chrome trace event format, for https://ui.perfetto.dev.
+
+        The trace has a thread for each lane: compute, loops, ICI, DCN, copies to and from the host. Times are microseconds. The
+        arguments of an event are its dims, axes, bytes, cause (the rule of a collective) and line.
+
+        Raises:
+          UnsupportedError: another suffix; a trace of a plan without a chip, which has no times.
+        """
+        super().save(path)
+
+    def _writers(self) -> dict[str, Callable[[], str]]:
+        return {".perfetto.json": lambda: report.trace_json(self), **super()._writers()}
 
     def _page(self) -> str:
         return report.plan_page(self)

@@ -2,7 +2,7 @@
 
 A number is one with a unit of time, memory, traffic or ratio (``286 ms``, ``0.75``, ``1.14 to 1.18 times``). Its source is a code
 block of the page, the stored output of one, or the file of a comment in the same paragraph. A comment in an item of a list or in a
-row of a table is for that item or row. A file has a regular expression of its lines; of a page of the docs, code and outputs count::
+row of a table is for that item or row. The text in quotes is a regular expression of lines; of a page, code and outputs count::
 
     <!-- from benchmarks/results/search.md "llama3_8b, 32" -->             the numbers of these lines
     <!-- from benchmarks/results/overhead.md "dispatch" c["ratio"] -->     the smallest and the largest value of a column in them
@@ -24,12 +24,14 @@ RATES = {f"{unit}/s": scale for unit, scale in {**BYTES, "GFLOP": 1e9, "TFLOP": 
 KINDS = dict.fromkeys(BYTES, "bytes") | dict.fromkeys(RATES, "rate") | dict.fromkeys(("ns", "µs", "ms", "s"), "time")
 SCALES |= RATES
 UNIT = "|".join(sorted(filter(None, SCALES), key=len, reverse=True))
-FIGURE = r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?"
+FIGURE = r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 SOURCED = re.compile(rf"(?<![\w.])(?P<figure>{FIGURE})(?:\s?(?P<unit>{UNIT})(?![\w/]))?")
 CLAIMED = re.compile(
-    rf"(?<![\w.-])(?P<figures>{FIGURE}(?:\s?(?:to|–|→|and|or|of)\s{FIGURE})*)\s?(?P<unit>{UNIT})(?![\w/]|\s?\d)|(?<![\w.=-])(?P<bare>\d+\.\d+)(?![\w.])"
+    rf"(?<![\w.-])(?P<figures>{FIGURE}(?:\s?(?:to|–|→|and|or|of)\s{FIGURE})*)\s?(?P<unit>{UNIT})(?![\w/]|\s?\d)|(?<![\w.=-])(?P<bare>\d+\.\d+)(?!\w|\.\d)"
 )
-NAMES = re.compile(r"(?:Python|jax|JAX|Llama|libtpu|Before|GPT|version) \d[\w.]*(?:(?:,| to| and) \d[\d.]*)*(?: \d+B)?|\b\d+B\b")
+NAMES = re.compile(
+    r"(?:Apache|Python|jax|JAX|Llama|libtpu|[Bb]efore|version):? \d[\w.]*(?: \d+B)?(?:(?:,| to| and) \d[\d.]*(?: \d+B)?)*|\b\d+B\b"
+)
 SOURCE = re.compile(r'<!-- from (?P<file>[\w/.-]+|=)(?: "(?P<lines>[^"]*)")?(?: (?P<value>.+?))? -->')
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 FILES = [blocks.README, *blocks.PAGES]
@@ -55,7 +57,7 @@ def number(text: str) -> float:
 
 
 def numbers(text: str) -> Iterator[Number]:
-    """The numbers of a source; one without a unit before an arrow or a column's end has none."""
+    """The numbers of a source, each with the unit behind it."""
     for m in SOURCED.finditer(text):
         yield Number(number(m["figure"]), m["unit"] or "")
 
@@ -98,7 +100,7 @@ def items(paragraph: str) -> list[str]:
 
 def unsourced(page: str) -> list[str]:
     """The numbers in the text of a page without a source, each with the text around it."""
-    printed = [n for fence in FENCE.findall(page) for n in numbers(fence)]
+    printed = [n for fence in FENCE.findall(page) for n in numbers(fence) if n.unit or n.value % 1]
     missing = []
     for paragraph in re.split(r"\n\s*\n", FENCE.sub("", page)):
         for item in items(paragraph):
@@ -128,8 +130,14 @@ OUTPUT = "```python\nprint(1)\n```\n<!-- output -->\n\n```text\nstep 12783 ms, p
         ("It takes 12.9 s.", 1),
         ("It takes 12 to 13 s.", 1),  # 12.783 is rounded to 13
         ("It takes 13 times as long, 10 GB, `5 ms`, Python 3.11, Llama 3.1 405B, 128 × 128, 5 %.", 2),
-        ("It is 0.928 to 1.002.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->", 0),
-        ("It is 0.928 to 1.000.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->", 1),
+        (
+            "It is 0.928 to 1.002.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->",
+            0,
+        ),
+        (
+            "It is 0.928 to 1.000.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->",
+            1,
+        ),
         ("- 1.75 <!-- from = (4 + 4 - 1) / 4 -->\n- 1.75", 1),
         ("| 1.75 |\n|---|\n| 1.75 |\n<!-- from = 7 / 4 -->", 0),
     ],

@@ -773,6 +773,12 @@ def pass_of(eqn: JaxprEqn) -> str | None:
     return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else None
 
 
+def function_name(closed: ClosedJaxpr) -> str:
+    """The name of the function that was traced, ``train_step``; "" of a lambda."""
+    name = closed.jaxpr.debug_info.func_src_info.partition(" ")[0]
+    return name if name.isidentifier() else ""
+
+
 def in_recomputation(eqn: JaxprEqn) -> bool:
     """Whether an equation recomputes part of the forward pass for a backward pass (``jax.checkpoint``)."""
     return "rematted_computation" in _text(eqn.source_info.name_stack)

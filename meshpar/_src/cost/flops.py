@@ -157,8 +157,8 @@ def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
 
 
 def model_flops(plan: Plan) -> float:
-    """FLOPs of the program's matmuls on all devices together, without recomputation and redundant work."""
-    return plan.program.cached(_model_flops)
+    """FLOPs of the program's matmuls on all devices together, without recomputation, redundant work and idle slots of pipelines."""
+    return plan.program.traced.cached(_model_flops)
 
 
 def _model_flops(program: Program) -> float:

@@ -553,7 +553,7 @@ export function mount(root, ask, linked = false) {
   const isCurrent = ({ mesh, layout }) =>
     state.mesh === mesh && asText(state.rules.filter((r) => r.on)).replaceAll("\n", "; ") === layout.replaceAll("\n", "; ");
 
-  /** What a click on the link to a row does: it loads the row, or, with a key that opens a tab, what the browser does with a link. */
+  /** A link to a row: a click loads it, and with a key that opens a tab the browser opens it. */
   const opens = (row) => ({
     href: linked ? asLink({ ...state, mesh: row.mesh, layout: row.layout, target: opened.title }) : null,
     click: (e) => { e.stopPropagation(); if (!(e.ctrlKey || e.metaKey || e.shiftKey)) { e.preventDefault(); load(row); } },

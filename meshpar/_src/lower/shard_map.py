@@ -22,6 +22,7 @@ from ..compat.jax import (
     at_line_of,
     bind,
     close_over,
+    equations,
     literal_array,
     make_generated_jaxpr,
     may_be_differentiated,
@@ -106,15 +107,19 @@ def lower_to_shard_map(
 
     ins, outs = ([sharding_of(s, mesh) for s in part] for part in (arguments, outputs))
     function = on_used
-    if may_be_differentiated(closed):
+
+    def partitioned() -> Callable[..., list[Any]]:
+        """The function of the used arguments as the ``"jit"`` lowering has it."""
+        assert isinstance(mesh, Mesh)
+        lowered = lower_to_jit(plan, mesh, bound)[0]
+        return lambda *xs: lowered(*every(xs))
+
+    if bound and any(e.primitive.name == "custom_vjp_call" for e in equations(program.closed)):
+        function = jax.custom_vjp(on_used)  # JAX has no vmap of the forward derivative of a custom_vjp
+        function.defvjp(lambda *xs: jax.vjp(partitioned(), *xs), lambda pullback, given: pullback(given))
+    elif may_be_differentiated(closed):
         function = jax.custom_jvp(on_used)
-
-        @function.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
-            assert isinstance(mesh, Mesh)
-            unsharded = lower_to_jit(plan, mesh, bound)[0]
-            return jax.jvp(lambda *xs: unsharded(*every(xs)), primals, tangents)
-
+        function.defjvp(lambda primals, tangents: jax.jvp(partitioned(), primals, tangents))
     return lambda *xs: function(*itertools.compress(xs, used)), ins, outs
 
 

@@ -6,3 +6,4 @@ from .document import Document
 from .facts import arrivals_text
 from .html import plan_cell, plan_page
 from .text import plan_line, plan_renderable
+from .timeline import trace_json

@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -43,13 +44,17 @@ class Document:
         Raises:
           UnsupportedError: another suffix.
         """
-        path = Path(path)
-        writers = {".html": self._page, ".json": self.to_json, ".txt": lambda: plain(self)}
-        if path.suffix not in writers:
+        path, writers = Path(path), self._writers()
+        write = next((write for suffix, write in writers.items() if path.name.endswith(suffix)), None)
+        if write is None:
             raise UnsupportedError(
                 f"{path.name}: cannot be saved as `{path.suffix}`", fixes=[f"suffixes are {', '.join(writers)}"]
             )
-        path.write_text(writers[path.suffix](), encoding="utf8")
+        path.write_text(write(), encoding="utf8")
+
+    def _writers(self) -> dict[str, Callable[[], str]]:
+        """Suffix of a file → its text."""
+        return {".html": self._page, ".json": self.to_json, ".txt": lambda: plain(self)}
 
     def _page(self) -> str:
         """The report as a self-contained HTML document."""

@@ -17,7 +17,9 @@ from ..mesh import planned_mesh
 from ..passes import plan_without_passes, with_passes
 from ..plan.assignment import AxisAssignment
 from ..plan.collective_records import TooLong
+from ..plan.spec import shard_count
 from ..plan_api import Plan
+from ..progress import Counted
 from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
 from .options import SearchOptions
@@ -165,6 +167,11 @@ class Evaluation:
         return replace(row, mesh=point.mesh, layout=point.layout) if isinstance(row, Row) else None
 
     @property
+    def planned_rows(self) -> list[Row]:
+        """One row of each plan."""
+        return [row for row in self._results.values() if isinstance(row, Row)]
+
+    @property
     def errors(self) -> list[MeshparError]:
         """The errors of the candidates that have no plan, in the order in which they were tried."""
         return [error for error in self._results.values() if isinstance(error, MeshparError)]
@@ -264,6 +271,7 @@ class Evaluation:
     def _row(self, point: Point, plan: Plan) -> Row:
         """The numbers of a candidate's plan."""
         assert plan.seconds is not None
+        assert plan.time is not None
         peak = plan.memory.peak
         return Row(
             point.mesh,
@@ -276,7 +284,18 @@ class Evaluation:
             lowering=plan.lowering,
             schedule=plan.schedule if plan.pipelines else "",
             gather=plan.pipelines[0].gather if plan.pipelines else "",
+            mfu=plan.time.mfu,
+            undivided=self._undivided(point),
         )
+
+    def _undivided(self, point: Point) -> str:
+        """As :attr:`Row.undivided`."""
+        assignment, sizes, program = self._assignment(point), dict(point.sizes), self.space.program
+        for value in program.inputs:
+            for rule, i in assignment.unused_optional_rules(value):
+                shards = shard_count(rule.axes, sizes)
+                return f"{program.dims(value)[i]} of {value.shape[i]} is not divisible by {shards}"
+        return ""
 
     def _report_progress(self) -> None:
         """Report the number of plans, and the cost, mesh and layout of the best."""
@@ -286,7 +305,8 @@ class Evaluation:
             layout = as_layout(replace(r, optional=False) for r in point.rules)
             cost = f"{format_seconds(best.seconds)}, {format_memory(best.peak)}"
             program = f"{self.variant}: " if self.variant else ""
-            self.settings.progress(f"{program}plan {self.planned}, {cost}: {point.mesh}: {layout}")
+            text = f"{program}plan {self.planned}, {cost}: {point.mesh}: {layout}"
+            self.settings.progress(Counted(text, self.planned, self.max_plans))
 
     def _plan_exactly(
         self, point: Point, parent: Breakdown | None, below_seconds: float, max_comm_seconds: float

@@ -25,6 +25,8 @@ class Row:
       variant: name of the program, ``"remat=full, overlap=xla"``; "" if there is only one program.
       schedule, gather: of its pipelines, text for :func:`meshpar.jit`; "" for a candidate without stages.
       compiled: summary of the compiled program; "" if it was not compiled.
+      mfu: its model FLOP utilisation.
+      undivided: the first dim of an argument that an optional rule does not divide, ``"batch of 32 is not divisible by 256"``; "".
     """
 
     mesh: str
@@ -40,6 +42,8 @@ class Row:
     lowering: str = "shard_map"
     schedule: str = ""
     gather: str = ""
+    mfu: float = 0.0
+    undivided: str = ""
 
     @property
     def cost(self) -> tuple[float, float]:

@@ -75,6 +75,8 @@ def search_result(
         usable=first.usable,
         _bases={evaluation.variant: evaluation.base for evaluation in reversed(searched)},
         stages=stages,
+        illegal=sum(len(evaluation.errors) for evaluation in searched),
+        points=tuple(row.cost for evaluation in searched for row in evaluation.planned_rows),
     )
 
 

@@ -757,17 +757,17 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
         consts, inits, stacked = loop.split(args)
         stacks, shared = [stages.divided(x) for x in stacked], (False,) * len(consts)
         if not inits:  # no layer needs another one: all stages are active at once
-            made = [
-                stages.joined(stages.named(x, 1))
-                for x in run_slots([Slot(eqn, stages, consts, shared, [], stacks)])[0][1]
-            ]
+            with at_line_of(eqn):
+                ((_, rows, _),) = run_slots([Slot(eqn, stages, consts, shared, [], stacks)])
+            made = [stages.joined(stages.named(x, 1)) for x in rows]
             return [with_weak_type(x, v.aval.weak_type) for x, v in zip(made, eqn.outvars, strict=True)]
 
         def tick(state: Any, tick: Any) -> tuple[Any, None]:
             """Run one slot on all stages, and store the stacks of the active one."""
             sent, stored = state
             carries = [stages.entering(x, y, first) for x, y in zip(inits, sent, strict=True)]
-            ((done, made, _),) = run_slots([Slot(eqn, stages, consts, shared, carries, stacks)])
+            with at_line_of(eqn):
+                ((done, made, _),) = run_slots([Slot(eqn, stages, consts, shared, carries, stacks)])
             active = time.start + time.step * stages.index() == tick
             new = [jax.device_put(x, _DEVICE) if on_host(x) else x for x in made]  # conditions are in device memory
             stored = [stages.merged(active, x, old) for x, old in zip(new, stored, strict=True)]
