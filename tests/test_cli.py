@@ -424,7 +424,7 @@ def test_an_error_in_a_terminal_has_colours_and_is_wrapped_in_its_column(run, mo
     assert max(map(len, lines)) <= 60
     assert " ".join(" ".join(lines).split()) == " ".join(plain[plain.index("DivisibilityError") :].split())
     fixes = lines[next(k for k, line in enumerate(lines) if line.startswith("  fix")) :]
-    assert all(line[:10] in ("  fix     ", " " * 10) for line in fixes)
+    assert all(line[:10] in ("  fix     ", " " * 10) for line in fixes if line)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_what_differs(found):
 
 
 def test_the_verdict_says_which_step_is_shorter_and_why():
-    fast, slow = planned("", "data=8"), planned("batch: data", "data=8")  # the sums of little arrays take longest
+    fast, slow = planned("", "data=8"), planned("batch: data", "data=8")  # communication takes longest
     verdict = fast.diff(slow).verdict
     assert slow.seconds / fast.seconds > 2
     assert verdict.startswith(f"b is {slow.seconds / fast.seconds:.1f} × slower: +")

@@ -209,9 +209,9 @@ class _Help(argparse.HelpFormatter):
         if not paragraph.startswith("  "):
             return textwrap.fill(" ".join(paragraph.split()), width)
         flags = r'--\S+ (?:"[^"\n]*"|\S+)'  # are not broken
-        whole = re.sub(flags, lambda flag: flag[0].replace(" ", "\0"), paragraph)
+        glued = re.sub(flags, lambda flag: flag[0].replace(" ", "\0"), paragraph)
         how: dict[str, Any] = {"subsequent_indent": " " * 6, "break_on_hyphens": False, "break_long_words": False}
-        lines = (textwrap.wrap(line, width - 2, **how) if len(line) > width else [line] for line in whole.split("\n"))
+        lines = (textwrap.wrap(line, width - 2, **how) if len(line) > width else [line] for line in glued.split("\n"))
         return "\n".join(" \\\n".join(parts) for parts in lines).replace("\0", " ")
 
 

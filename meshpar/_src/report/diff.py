@@ -56,7 +56,7 @@ class Metric:
 
     @property
     def change(self) -> str:
-        """``−25.0 %``, ``+210 %``, ``=``, of a share ``+12 points``; empty where ``a`` is missing or negligible beside ``b``."""
+        """``−25.0 %``, ``+210 %``, ``=``, of a share ``+12 points``; empty where ``a`` is missing or negligible next to ``b``."""
         r = self.ratio
         if r is not None and abs(r - 1) < 5e-4:
             return "="

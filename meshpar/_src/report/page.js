@@ -2,7 +2,7 @@
 
 const SVG = document.createRange().createContextualFragment("<svg></svg>").firstChild.namespaceURI;
 
-/** An element. Attributes that are functions are listeners; children are elements or texts. */
+/** An element. Attributes that are functions are listeners; children are elements or texts; null and false are none. */
 function make(tag, attributes = {}, ...children) {
   const out = /^(svg|svg:a|rect|path|text|circle|g|line|title)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -10,7 +10,7 @@ function make(tag, attributes = {}, ...children) {
     else if (value === true) out.setAttribute(name, "");
     else if (value !== false && value != null) out.setAttribute(name, value);
   }
-  out.append(...children.filter((child) => child != null));
+  out.append(...children.filter((child) => child != null && child !== false));
   return out;
 }
 

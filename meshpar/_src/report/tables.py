@@ -180,8 +180,8 @@ class Wrapped:
     hang: int = 0
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        whole = Text.assemble(self.head, "  ", Text(self.separator).join(self.items))
-        return Measurement.get(console, options, whole)
+        text = Text.assemble(self.head, "  ", Text(self.separator).join(self.items))
+        return Measurement.get(console, options, text)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line, between = self.head.copy(), "  "
