@@ -395,3 +395,5 @@ if __name__ == "__main__":
                 break
             page.write_text(after)
             print(f"{page.relative_to(ROOT)}: outputs stored", flush=True)
+            if f"{page.name}:" not in after:
+                break
