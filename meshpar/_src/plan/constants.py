@@ -10,9 +10,9 @@ from ..iterables import operands_first
 from ..layout import Spec
 from ..program.ir import Program, Value
 from ..units import format_memory
-from .assignment import axes_of_array, spec_from_factors
 from .body_builder import BodyBuilder
 from .decide import broadcast_spec
+from .factors import axes_of_array, spec_from_factors
 from .memo import Interned
 from .resharding import reshard
 from .spec import replicated_spec, value_bytes
