@@ -345,7 +345,7 @@ def with_stored_output(text: str, name: str) -> str:
 def executed(notebook: Path) -> Any:
     """The notebook with the printed output of its cells, which a code host can show, without colours.
 
-    Needs the extra ``notebook``. Pages and widgets, which need a style sheet and a script, are left out: a live notebook shows them.
+    Needs the extra ``notebook``. Pages and widgets, which need a style sheet and a script, are left out.
     """
     import nbclient
     import nbformat
@@ -395,3 +395,5 @@ if __name__ == "__main__":
                 break
             page.write_text(after)
             print(f"{page.relative_to(ROOT)}: outputs stored", flush=True)
+            if f"{page.name}:" not in after:
+                break

@@ -27,6 +27,7 @@ from jax._src.lax import lax as lax_internal
 from jax._src.lax import utils as lax_utils
 from jax._src.random.prng import PRNGKeyArray
 from jax._src.sharding_impls import UNSPECIFIED
+from jax._src.source_info_util import SourceInfo
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -271,16 +272,17 @@ def without_gc(*, cached: bool = False) -> Iterator[None]:
             gc.enable()
 
 
+_HOST = jax.memory.Space.Host
 HOST_MEMORY = "pinned_host"
 """The memory kind of arrays in host memory."""
 
 
 def on_host(x: Any) -> bool:
     """Whether an array, aval or ``ShapeDtypeStruct`` is in host memory."""
-    space = getattr(getattr(x, "aval", x), "memory_space", None)
+    space = x.memory_space if type(x) is core.ShapedArray else getattr(getattr(x, "aval", x), "memory_space", None)
     if space is None:
         return getattr(getattr(x, "sharding", None), "memory_kind", None) in (HOST_MEMORY, "unpinned_host")
-    return space == jax.memory.Space.Host
+    return space is _HOST
 
 
 def abstract_array(shape: Sequence[int], dtype: Any, weak_type: bool = False, host: bool = False) -> Any:
@@ -714,7 +716,7 @@ def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     live = ClosedJaxpr(jaxpr, closed.consts)
-    return closed if sum(1 for _ in equations(live)) == sum(1 for _ in equations(closed)) else live
+    return closed if number_of_equations(live) == number_of_equations(closed) else live
 
 
 def is_tracer(x: Any) -> bool:
@@ -727,10 +729,24 @@ def at_top_level() -> bool:
     return core.trace_ctx.is_top_level()
 
 
-def at_line_of(eqn: JaxprEqn, where: Any = None) -> AbstractContextManager[Any]:
+def source_of(eqn: JaxprEqn | None, where: JaxprEqn | None = None, scope: str = "") -> SourceInfo:
+    """The name stack of ``eqn``, with a name scope, and the source line of ``where`` (default: ``eqn``); without an equation those
+    of the code that JAX is tracing."""
+    source = source_info_util.current() if eqn is None else eqn.source_info
+    if not scope and where in (None, eqn):
+        return source
+    stack = source.name_stack.extend(scope) if scope else source.name_stack
+    return SourceInfo((source if where is None else where.source_info).traceback, stack)
+
+
+def at_source(source: SourceInfo) -> AbstractContextManager[Any]:
+    """A context in which traced equations have a name stack and a source line."""
+    return source_info_util.user_context(source.traceback, name_stack=source.name_stack)
+
+
+def at_line_of(eqn: JaxprEqn, where: JaxprEqn | None = None) -> AbstractContextManager[Any]:
     """A context in which traced equations have the name stack of ``eqn`` and the source line of ``where`` (default: ``eqn``)."""
-    traceback = (eqn if where is None else where).source_info.traceback
-    return source_info_util.user_context(traceback, name_stack=eqn.source_info.name_stack)
+    return at_source(source_of(eqn, where))
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], params: Any) -> list[Any]:
@@ -787,15 +803,35 @@ def in_recomputation(eqn: JaxprEqn) -> bool:
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation, also those that it does not run, such as derivatives."""
     values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
-    return [closed_parts(x)[0] for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
+    return [closed_parts(x)[0] for x in values if isinstance(x, _JAXPRS)]
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """All equations of a jaxpr, nested jaxprs included."""
+_JAXPRS = (Jaxpr, ClosedJaxpr)
+
+
+def equations(jaxpr: Jaxpr | ClosedJaxpr, seen: set[int] | None = None) -> Iterator[JaxprEqn]:
+    """All equations of a jaxpr, nested jaxprs included, each jaxpr once: functions of ``jax.numpy`` share theirs.
+
+    Args:
+      seen: the ids of nested jaxprs that are left out; the others are added.
+    """
+    seen = set() if seen is None else seen
     for eqn in closed_parts(jaxpr)[0].eqns:
         yield eqn
         for inner in jaxprs_in(eqn):
-            yield from equations(inner)
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                yield from equations(inner, seen)
+
+
+def number_of_equations(closed: ClosedJaxpr) -> int:
+    """The number of equations of a closed jaxpr, nested jaxprs included."""
+
+    @functools.cache
+    def number(jaxpr: Jaxpr) -> int:
+        return len(jaxpr.eqns) + sum(number(inner) for eqn in jaxpr.eqns for inner in jaxprs_in(eqn))
+
+    return number(closed.jaxpr)
 
 
 def parts_by_result(jaxpr: Jaxpr) -> list[tuple[Any, list[int]]]:

@@ -10,6 +10,7 @@ from typing import cast
 from ...errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
+from ..iterables import grouped
 from ..layout import SCHEMES, Layout, divisibility_error
 from ..program.ir import Join, Op, Program, Value
 from ..program.naming import inferred_names
@@ -195,9 +196,7 @@ def dims_template(program: Program, arrays: Sequence[Value], any_root: bool = Fa
         initializer.
     """
     roots = {(v.path or "").partition("/")[0] for v in program.inputs}
-    groups: dict[str, list[Value]] = {}
-    for value in arrays:
-        groups.setdefault(re.sub(r"(?<=[/_])\d+(?=/|$)", "*", value.path or ""), []).append(value)
+    groups = grouped((re.sub(r"(?<=[/_])\d+(?=/|$)", "*", value.path or ""), value) for value in arrays)
     entries = []
     for general, values in groups.items():
         alike = len({(v.shape, tuple(program.dims(v))) for v in values}) == 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..compat.loops import loop_parts
+from ..iterables import grouped
 from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
 from ..program.scalars import constant_of
@@ -43,18 +44,10 @@ def applicable_law(
 def readers_of(program: Program) -> dict[Value, list[Op | None]]:
     """value → the ops that read it, as often as they do; None: a result of the program or of a body. Calls do not count, the ops of
     their bodies do."""
-    readers: dict[Value, list[Op | None]] = {}
-    frames = [program.root]
-    for op in program.root.walk():
-        if op.frames and not op.primitive.control_flow:
-            continue
-        frames += op.frames
-        for v in op.ins:
-            if v is not None:
-                readers.setdefault(v, []).append(op)
-    for v in (v for frame in frames for v in frame.outs() if v is not None):
-        readers.setdefault(v, []).append(None)
-    return readers
+    ops = [op for op in program.root.walk() if not op.frames or op.primitive.control_flow]
+    frames = [program.root, *(frame for op in ops for frame in op.frames)]
+    reads = [*((v, op) for op in ops for v in op.ins), *((v, None) for frame in frames for v in frame.outs())]
+    return grouped((v, op) for v, op in reads if v is not None)
 
 
 def deferrable(program: Program) -> frozenset[Value]:

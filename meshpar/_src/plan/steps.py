@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, TypeVar
 
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
 from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
+from ..iterables import operands_first
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..records import record
@@ -279,7 +279,9 @@ class ShardingChange(Step):
     def makes(self) -> tuple[Shard, ...]:
         return (self.result,)
 
-    sends = property(attrgetter("collectives"))
+    @property
+    def sends(self) -> tuple[Collective, ...]:
+        return self.collectives
 
 
 @record
@@ -376,8 +378,13 @@ class Run(Step):
         operands = self.operands
         return operands if None not in operands else tuple(s for s in operands if s is not None)  # type: ignore[return-value]
 
-    makes = property(attrgetter("results"))
-    sends = property(attrgetter("collectives"))
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.results
+
+    @property
+    def sends(self) -> tuple[Collective, ...]:
+        return self.collectives
 
 
 @record
@@ -406,8 +413,13 @@ class Loop(Step):
     def reads(self) -> tuple[Shard, ...]:
         return (*self.consts, *self.hoisted, *self.inits, *self.stacks)
 
-    makes = property(attrgetter("results"))
-    bodies = property(attrgetter("inner"))
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.results
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        return self.inner
 
     @property
     def body(self) -> Body:
@@ -435,8 +447,13 @@ class Branch(Step):
     def reads(self) -> tuple[Shard, ...]:
         return (*(() if self.index is None else (self.index,)), *self.operands)
 
-    makes = property(attrgetter("results"))
-    bodies = property(attrgetter("branches"))
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.results
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        return self.branches
 
 
 @record
@@ -449,7 +466,13 @@ class Call(Step):
     op: Op
     body: Body
 
-    reads, makes = property(attrgetter("body.free")), property(attrgetter("body.made"))
+    @property
+    def reads(self) -> tuple[Shard, ...]:
+        return self.body.free
+
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.body.made
 
     @property
     def bodies(self) -> tuple[Body, ...]:
@@ -473,7 +496,9 @@ class Barrier(Step):
     def reads(self) -> tuple[Shard, ...]:
         return (*self.sources, *self.after)
 
-    makes = property(attrgetter("results"))
+    @property
+    def makes(self) -> tuple[Shard, ...]:
+        return self.results
 
 
 def is_deferred(step: Step) -> bool:
@@ -499,41 +524,25 @@ def topological_order(
         for shard in step.makes:
             maker.setdefault(shard, step)
     missing = set(maker)  # shards of steps that are not placed yet
-    out: list[Step] = []
-    done: set[Step] = set()
+    placed: dict[Step, None] = {}
 
-    def place(first: Step) -> None:
-        """Append a step to ``out`` after the steps whose results it reads, directly or through others."""
-        # not recursive: a chain of steps may be longer than Python's stack
-        todo: list[tuple[Step, Iterator[Shard]]] = [(first, iter(first.reads))]
-        done.add(first)
-        while todo:
-            step, reads = todo[-1]
-            for shard in reads:
-                needed = maker.get(shard)
-                if needed is not None and needed not in done:
-                    done.add(needed)
-                    todo.append((needed, iter(needed.reads)))
-                    break
-            else:
-                out.append(step)
-                missing.difference_update(step.makes)
-                todo.pop()
+    def read_by(step: Step) -> list[Step]:
+        """The steps whose results a step reads."""
+        return [maker[shard] for shard in step.reads if shard in maker]
+
+    def place(ordered: Iterable[Step]) -> None:
+        """Place steps after the others."""
+        for step in ordered:
+            placed[step] = None
+            missing.difference_update(step.makes)
 
     for step in steps:
-        if step in done or deferred(step):
-            continue
-        if missing.isdisjoint(step.reads):
-            done.add(step)
-            out.append(step)
-            missing.difference_update(step.makes)
-        else:
-            place(step)
+        if step not in placed and not deferred(step):
+            place([step] if missing.isdisjoint(step.reads) else operands_first(step, read_by, placed))
     for shard in outputs:
-        needed = None if shard is None else maker.get(shard)
-        if needed is not None and needed not in done:
-            place(needed)
-    return tuple(out)
+        if shard in maker:
+            place(operands_first(maker[shard], read_by, placed))
+    return tuple(placed)
 
 
 def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:

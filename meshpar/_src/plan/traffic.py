@@ -11,8 +11,8 @@ from ..layout import Spec
 from ..program.ir import Op, Value
 from ..rules.rule import Kind
 from ..rules.spmd import Send
-from .assignment import contiguous_only, spec_from_factors
 from .collectives import split_reduction
+from .factors import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes
 from .spec import itemsize, local_shape, replicated_spec, shard_count, value_bytes
 

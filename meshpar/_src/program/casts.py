@@ -41,8 +41,9 @@ def _merged(jaxpr: Jaxpr) -> Jaxpr:
             if made is not out:
                 same[out] = made
                 continue
-        invars = renamed(eqn.invars, same) if same else eqn.invars
-        eqns.append(eqn.replace(invars=invars) if invars != eqn.invars else eqn)
+        if same and (invars := renamed(eqn.invars, same)) != eqn.invars:
+            eqn = eqn.replace(invars=invars)
+        eqns.append(eqn)
     return jaxpr.replace(eqns=eqns, outvars=renamed(jaxpr.outvars, same)) if same else jaxpr
 
 

@@ -114,6 +114,8 @@ class Op:
     @property
     def makes(self) -> list[Value]:
         """The values that the op computes, also inside its bodies; without operands that a call returns unchanged."""
+        if not self.frames:
+            return self.outs
         inner = (made for frame in self.frames for op in frame.walk() for made in op.outs if made.op is op)
         return [*(v for v in self.outs if v.op is self), *inner]
 

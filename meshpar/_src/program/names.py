@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ..iterables import grouped
+
 Nodes = tuple[int, ...]
 SubDim = tuple[tuple[str, ...], int]
 """(names, size) of one of the dims that a reshape merged into a dim, or of an unmerged dim."""
@@ -326,10 +328,7 @@ class Unifier:
         left = len(slices) + 1
         while len(slices) < left:
             left = len(slices)
-            by_dim: dict[int, list[DimSlice]] = {}
-            for p in slices:
-                if len(self.atoms(p.full)) == 1:
-                    by_dim.setdefault(self.weak_root(p.full), []).append(p)
+            by_dim = grouped((self.weak_root(p.full), p) for p in slices if len(self.atoms(p.full)) == 1)
             done: set[DimSlice] = set()
             for full, own in by_dim.items():
                 names = {p: self._leading_names(p.part) for p in own}

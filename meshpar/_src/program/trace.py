@@ -37,9 +37,10 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
     """
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
     closed = without_refs(closed)
-    if any(map(_is_batched, equations(closed))):
+    eqns = list(equations(closed))
+    if any(map(_is_batched, eqns)):
         closed = _each_equation(closed, _with_scalar_condition, maps=False)
-    if any(shardings_of(e) or in_auto_mesh(e) is not e for e in equations(closed)):
+    if any(shardings_of(e) or in_auto_mesh(e) is not e for e in eqns):
         closed = _each_equation(closed, partial(_constrained, mesh))
     closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
     return closed, shapes

@@ -103,8 +103,8 @@ def padding_text(plan: Plan) -> str:
     ranked = sorted(memory.padding.items(), key=lambda x: -x[1])
     kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= MIN_PADDING_SHARE * memory.peak)
     return (
-        f"{format_memory(total)} of the peak are padding: a TPU stores images in tiles of {SUBLANES} × {LANES} elements of batch "
-        f"and channels ({kinds})"
+        f"{format_memory(total)} of the peak are padding: a TPU stores arrays in tiles of {SUBLANES} × {LANES} elements, images of "
+        f"batch and channels ({kinds})"
     )
 
 
@@ -294,8 +294,8 @@ class CollectiveGroup:
         of further ones."""
         if len({c.location for c in self.members}) == 1:
             return self.first.location
-        more = len({location_of_layers(c) for c in self.members}) - 1
-        return location_of_layers(self.first) + f" and {more} more place{'s' * (more > 1)}" * bool(more)
+        more = len({location_of_op(c.origin) for c in self.members}) - 1
+        return location_of_op(self.first.origin) + f" and {more} more place{'s' * (more > 1)}" * bool(more)
 
     @property
     def explanation(self) -> str:
@@ -313,11 +313,6 @@ class CollectiveGroup:
             number(each, self.first.bytes, css="more"),
             number(format_seconds(self.seconds), self.seconds),
         ]
-
-
-def location_of_layers(c: Collective) -> str:
-    """The location of a collective, with ``*`` for numbers of layers; "" without one."""
-    return location_of_op(c.origin)
 
 
 def location_of_op(op: Op | None) -> str:

@@ -165,8 +165,8 @@ def cards(plan: Plan) -> str:
         below = (facts.time_bounds(time), facts.blocking_collectives(plan), facts.calibration_text(plan))
         about = escape("; ".join(filter(None, below)))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
-        bottleneck = f"largest part: {escape(time.bottleneck.split(':')[0])}"
-        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bottleneck))
+        bound = f"bound by {escape(step_bounds(plan)[0][0])}" if time.seconds else ""
+        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bound))
     else:
         shown.append(("step time", "–", 0.0, "", NOT_ESTIMATED))
     if decoding := decoding_of(plan):
@@ -213,14 +213,13 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
     """The legend of the colours of bars: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
     used = [a for a in plan.sizes if any(c.axes and c.axes[0] == a for c in plan.collectives)]
-    rows = [*kinds, *((colours.of[a], f"collectives over {a}") for a in used)]
-    return key(rows)
+    return key([*kinds, *((colours.of[a], f"collectives over {a}") for a in used)])
 
 
 def rules_table(plan: Plan, colours: AxisColours) -> str:
     """The arguments and values that each rule shards, and the bytes and seconds of the collectives that it causes."""
     timed, effects = plan.chip is not None, facts.rule_effects(plan)
-    sums = [sum(e.collectives.bytes for e in effects), sum(e.collectives.seconds for e in effects)]
+    totals = [sum(e.collectives.bytes for e in effects), sum(e.collectives.seconds for e in effects)]
 
     def cost(text: str, n: float, total: float, css: str) -> Cell:
         return number(text, n, f'<i class="bar {css}" style="width:{100 * n / (total or 1.0):.1f}%"></i>')
@@ -235,12 +234,12 @@ def rules_table(plan: Plan, colours: AxisColours) -> str:
             Cell(str(len(e.arguments.members) or ""), css="n more"),
             Cell("", markup=size, css="n more"),
             Cell(str(e.values or ""), css="n more"),
-            cost(format_bytes(sent) if sent else "–", sent, sums[0], css),
-            cost(format_seconds(seconds) if seconds else "", seconds, sums[1], css),
+            cost(format_bytes(sent) if sent else "–", sent, totals[0], css),
+            cost(format_seconds(seconds) if seconds else "", seconds, totals[1], css),
         ]
         rows.append(row[: 5 + timed])
-    total = [Cell("total"), *[Cell("", css="n more")] * 3, number(format_bytes(sums[0]), sums[0])]
-    rows.append([*total, number(format_seconds(sums[1]), sums[1])][: 5 + timed])
+    total = [Cell("total"), *[Cell("", css="n more")] * 3, number(format_bytes(totals[0]), totals[0])]
+    rows.append([*total, number(format_seconds(totals[1]), totals[1])][: 5 + timed])
     columns = [("rule", ""), ("arguments", "n more"), ("global → per device", "n more"), ("values", "n more")]
     columns += [("sent", "n"), ("time", "n")][: 1 + timed]
     return Table(columns, rows, attributes=[*(f'data-rule="{k}"' for k in range(len(effects))), 'class="total"']).html()
@@ -334,7 +333,7 @@ def collectives_table(
     timed = plan.chip is not None
 
     def alike(c: Collective) -> Hashable:
-        return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, facts.location_of_layers(c)
+        return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, facts.location_of_op(c.origin)
 
     def row(group: facts.CollectiveGroup) -> list[Cell]:
         c = group.first

@@ -2,7 +2,7 @@
 
 const SVG = document.createRange().createContextualFragment("<svg></svg>").firstChild.namespaceURI;
 
-/** An element. Attributes that are functions are listeners; children are elements or texts. */
+/** An element. Attributes that are functions are listeners; children are elements or texts; null and false are none. */
 function make(tag, attributes = {}, ...children) {
   const out = /^(svg|svg:a|rect|path|text|circle|g|line|title)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -10,7 +10,7 @@ function make(tag, attributes = {}, ...children) {
     else if (value === true) out.setAttribute(name, "");
     else if (value !== false && value != null) out.setAttribute(name, value);
   }
-  out.append(...children.filter((child) => child != null));
+  out.append(...children.filter((child) => child != null && child !== false));
   return out;
 }
 
@@ -316,15 +316,15 @@ const MIN_BOX = 1.5; // pixels; narrower boxes are drawn together
 
 /** The timeline of a step: a lane for kernels and for each network; a loop is one box, or its iterations where they are wide enough. */
 function drawTimeline(place, data, kept) {
-  const whole = data.seconds;
-  const view = kept.timeline?.whole === whole ? kept.timeline : (kept.timeline = { whole, from: 0, to: whole });
+  const stepSeconds = data.seconds;
+  const view = kept.timeline?.stepSeconds === stepSeconds ? kept.timeline : (kept.timeline = { stepSeconds, from: 0, to: stepSeconds });
   const shares = new Map();
-  const cssOf = (s) => (s.axes.length ? data.colours[s.axes[0]] : "ink");
+  const cssOf = (s) => (s.axes ? data.colours[s.axes[0]] : "ink");
 
   /** The lines of the tooltip of a span: name, seconds, dims and bytes, cause with its rule, source line. */
   function tipOf(s) {
     if (s.body) return [`${s.name}: ${secondsText(s.seconds)} = ${s.trips} × ${secondsText(s.body.seconds)}`, s.source];
-    const over = s.axes.length ? ` over ${s.axes.join("+")}` : "";
+    const over = s.axes ? ` over ${s.axes.join("+")}` : "";
     const wait = s.lane === "compute" ? "" : s.exposed ? `, ${secondsText(s.exposed)} exposed` : ", hidden";
     const of = { compute: "of HBM traffic", "host link": "per device" }[s.lane] ?? "sent per device";
     return [`${s.name}${over}: ${secondsText(s.seconds)}${wait}`, s.dims || "(scalar)", s.bytes && `${bytesText(s.bytes)} ${of}`, s.cause, s.source];
@@ -421,7 +421,7 @@ function drawTimeline(place, data, kept) {
   function stacked(boxes) {
     const ends = [];
     for (const box of boxes) {
-      const free = ends.findIndex((end) => end <= box.start + 1e-9 * whole);
+      const free = ends.findIndex((end) => end <= box.start + 1e-9 * stepSeconds);
       box.row = free < 0 ? ends.length : free;
       ends[box.row] = box.end;
     }
@@ -432,8 +432,8 @@ function drawTimeline(place, data, kept) {
   const shown = make("span", { class: "dim", role: "status" });
   const tip = tooltip(place);
   const go = (from, to) => {
-    const span = Math.min(whole, Math.max(to - from, whole * 1e-6));
-    view.from = Math.max(0, Math.min(from, whole - span));
+    const span = Math.min(stepSeconds, Math.max(to - from, stepSeconds * 1e-6));
+    view.from = Math.max(0, Math.min(from, stepSeconds - span));
     view.to = view.from + span;
     tip.hide();
     draw();
@@ -445,7 +445,7 @@ function drawTimeline(place, data, kept) {
 
   /** The loops that take most of the step, with the start of their first iterations. */
   function loops(run, at, runs) {
-    return run.spans.filter((s) => s.body && s.trips > 1 && s.seconds * runs > 0.04 * whole).flatMap((s) => {
+    return run.spans.filter((s) => s.body && s.trips > 1 && s.seconds * runs > 0.04 * stepSeconds).flatMap((s) => {
       const phases = [...totals(s.body).phases].join(" and ");
       return [{ text: `${s.name.replace(/^loop over /, "")}: ${phases}`, from: at + s.start, seconds: s.body.seconds }, ...loops(s.body, at + s.start, runs * s.trips)];
     });
@@ -455,7 +455,7 @@ function drawTimeline(place, data, kept) {
   const controls = make("div", { class: "zoom", role: "toolbar", "aria-label": "zoom of the timeline" },
     button("−", "zoom out", () => zoom(1 / 2)), button("+", "zoom in", () => zoom(2)),
     button("‹", "earlier", () => move(-0.5)), button("›", "later", () => move(0.5)),
-    button("whole step", "whole step", () => go(0, whole)),
+    button("whole step", "whole step", () => go(0, stepSeconds)),
     ...(jumps.length ? [make("span", { class: "dim" }, "one iteration of"), ...jumps] : []), shown);
 
   function draw() {
@@ -479,7 +479,7 @@ function drawTimeline(place, data, kept) {
       const of = lanes[name], count = stacked(of), total = all.lanes[name] ?? { busy: 0, exposed: 0 };
       const high = 26, lane = make("div", { class: `lane${name === "compute" ? " kernels" : ""}`, role: "group", "aria-label": name, style: `height:${count * high}px` });
       if (name === "compute") {
-        const [x, end] = [left(0), right(whole)];
+        const [x, end] = [left(0), right(stepSeconds)];
         lane.append(make("span", { class: "waits", style: `left:${x}px;width:${end - x}px` }));
       }
       for (const box of of) {
@@ -507,7 +507,7 @@ function drawTimeline(place, data, kept) {
       if (x < width - 24) marks.push(make("span", { style: `left:${x}px` }, `${(t * times).toFixed(digits)}${marks.length ? "" : ` ${unit}`}`));
     }
     axis.replaceChildren(make("span", {}), make("div", {}, ...marks));
-    shown.textContent = view.to - view.from < whole * (1 - 1e-9) ? `${secondsText(view.from)} to ${secondsText(view.to)} of ${secondsText(whole)}` : `the step: ${secondsText(whole)}`;
+    shown.textContent = view.to - view.from < stepSeconds * (1 - 1e-9) ? `${secondsText(view.from)} to ${secondsText(view.to)} of ${secondsText(stepSeconds)}` : `the step: ${secondsText(stepSeconds)}`;
   }
 
   const boxAt = (e) => e.target.closest?.(".lane > i[data-start]");
@@ -530,7 +530,7 @@ function drawTimeline(place, data, kept) {
     if (e.key === "Escape") tip.hide();
     else if (e.key === "+" || e.key === "=") { zoom(2, middle); again(); }
     else if (e.key === "-" || e.key === "−") { zoom(1 / 2, middle); again(); }
-    else if (e.key === "0") { go(0, whole); again(); }
+    else if (e.key === "0") { go(0, stepSeconds); again(); }
     else if (next) { box.tabIndex = -1; next.tabIndex = 0; next.focus(); }
     else return;
     e.preventDefault();
@@ -566,7 +566,7 @@ function drawTimeline(place, data, kept) {
   };
   rows.addEventListener("pointerup", release);
   rows.addEventListener("pointercancel", release);
-  rows.addEventListener("dblclick", () => go(0, whole));
+  rows.addEventListener("dblclick", () => go(0, stepSeconds));
   place.prepend(controls, rows, axis);
   rows.setAttribute("role", "group");
   rows.setAttribute("aria-label", place.dataset.label);

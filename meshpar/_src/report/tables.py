@@ -214,6 +214,6 @@ def key(kinds: Iterable[tuple[str, str]], more: str = "") -> str:
 
 def html_picture(name: str, label: str, data: Any) -> str:
     """The place in which the function ``name`` of the page's script draws some data; ``label``: for screen readers."""
-    text = json.dumps(data).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     script = f'<script type="application/json">{text}</script>'
     return f'<div class="picture" data-draw="{name}" data-label="{escape(label)}">{script}</div>'

@@ -159,6 +159,8 @@ class Primitive:
     """Runs its body repeatedly; a ``scan`` also slices and stacks arrays, and ``params["length"]`` is its trip count."""
     control_flow = _OfFamily("scan", "while", "cond")
     """Runs bodies repeatedly or conditionally, on operands of their own."""
+    has_bodies = _OfFamily("call", "checkpoint", "custom_derivative", "scan", "while", "cond")
+    """Is a call or control flow."""
 
     @property
     def cheap(self) -> bool:
@@ -212,7 +214,7 @@ def separated(eqn: JaxprEqn) -> list[Any]:
     ``b = device_put[devices=(Device,)] y``. By a factor rule of the joint equation, ``b`` would be a reduction over
     the dims of ``x``.
     """
-    if primitive(eqn.primitive.name).family != "transfer" or len(eqn.invars) == 1:
+    if len(eqn.invars) == 1 or primitive(eqn.primitive.name).family != "transfer":
         return [eqn]
     return [
         eqn.replace(
@@ -226,8 +228,7 @@ def separated(eqn: JaxprEqn) -> list[Any]:
 
 def bodies(eqn: JaxprEqn) -> list[Any]:
     """The jaxprs of a loop, branch or call, in the order of ``Op.frames``; none for other equations."""
-    entry = primitive(eqn.primitive.name)
-    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if entry.call or entry.control_flow else []
+    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if primitive(eqn.primitive.name).has_bodies else []
 
 
 def having(trait: Callable[[Primitive], object]) -> frozenset[str]:

@@ -71,7 +71,7 @@ class Evaluation:
       rows: the candidates that were planned.
       names: names of known schemes and of the user's layouts.
       planned: number of plans.
-      last_gain: (candidates, plans) tried when the descent had its last gain, or started; None outside a descent.
+      last_gain: (candidates, plans) tried when the descent had its last gain, or started, and the row; None outside a descent.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Evaluation:
         self.rows: dict[Point, Row] = {}
         self.names: dict[Point, str] = {}
         self.planned = 0
-        self.last_gain: tuple[int, int] | None = None
+        self.last_gain: tuple[int, int, Row] | None = None
         self._patience = self.patience
         # By the key of equivalent candidates: the row, the error, or None for one that communicates too long under any limit.
         self._results: dict[Any, Row | MeshparError | None] = {}
@@ -111,7 +111,6 @@ class Evaluation:
         self._tori: dict[Sizes, Torus] = {}
         self._best: Row | None = rival
         self._best_point: Point | None = None
-        self._best_of_descent: Row | None = None
         self._rejected: set[tuple[Any, Move]] = set()
 
     # -- comparison
@@ -138,10 +137,8 @@ class Evaluation:
             return best is None or row.seconds <= POLICY.max_time_ratio * best.seconds
         return row.peak <= POLICY.max_time_ratio * best.peak
 
-    def is_gain(self, row: Row, than: Row | None) -> bool:
+    def is_gain(self, row: Row, than: Row) -> bool:
         """Whether a row is better than another by more than ``POLICY.min_gain_fraction``."""
-        if than is None:
-            return True
         (fits, metric, _), (other_fits, other, _) = self.rank(row), self.rank(than)
         return fits < other_fits or (fits == other_fits and metric < (1 - POLICY.min_gain_fraction) * other)
 
@@ -248,7 +245,7 @@ class Evaluation:
         if self.planned >= self.max_plans:
             raise LimitReached(f"stopped at {self.settings.options.max_plans} plans")
         if self.last_gain is not None:
-            tried, planned = self.last_gain
+            tried, planned, _ = self.last_gain
             if len(self._tried) >= tried + POLICY.patience_candidates or self.planned >= planned + self._patience:
                 raise OutOfPatience
         if self.deadline is not None and time.monotonic() > self.deadline and self.planned:
@@ -262,9 +259,9 @@ class Evaluation:
             self._breakdowns[point] = None
         elif self.last_gain is None and (rival is None or self.rank(row) < self.rank(self.rows[rival])):
             self._breakdowns[point] = Breakdown(plan, sent)
-        elif self.last_gain is not None and self.is_gain(row, self._best_of_descent):
+        elif self.last_gain is not None and self.is_gain(row, self.last_gain[2]):
             self._breakdowns[point] = Breakdown(plan, sent)
-            self.last_gain, self._best_of_descent = (len(self._tried), self.planned), row
+            self.last_gain = len(self._tried), self.planned, row
         self.rows[point] = self._results[key] = row
         free_caches(plan)
         if self._best is None or self.rank(row) < self.rank(self._best):
@@ -419,7 +416,7 @@ class Evaluation:
 
     def start_descent(self, at: Point, patience: int | None = None) -> None:
         """Start counting candidates without a gain; ``patience``: in place of the attribute."""
-        self.last_gain, self._best_of_descent = (len(self._tried), self.planned), self.rows[at]
+        self.last_gain = len(self._tried), self.planned, self.rows[at]
         self._patience = self.patience if patience is None else patience
 
     def rejected(self, at: Point) -> Callable[[Move], bool]:

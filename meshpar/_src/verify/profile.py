@@ -22,6 +22,7 @@ from ..cost.kernels import computation_of
 from ..cost.schedule import schedules
 from ..cost.time import time_of
 from ..hardware.collective_ops import collective_volume
+from ..iterables import grouped
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Loop
@@ -161,9 +162,7 @@ def names_of(plan: Plan, module: Module) -> dict[str, dict[str, float]]:
     Returns:
       Name of an instruction → name scope of a collective (:meth:`plan.plan.Plan.scope_name`) → its share of the bytes.
     """
-    planned: dict[str, list[Collective]] = {}
-    for c in plan.collectives:
-        planned.setdefault(plan.scope_name(c), []).append(c)
+    planned = grouped((plan.scope_name(c), c) for c in plan.collectives)
     out: dict[str, dict[str, float]] = {}
     for name, i in module.instructions.items():
         kind, op_name = _kind(i.opcode), i.op_name

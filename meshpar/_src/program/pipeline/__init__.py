@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ....errors import UnsupportedError
 from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, on_host, replace_body
 from ...dims import format_dims
+from ...iterables import grouped
 from ...layout import Rule
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
@@ -219,11 +220,8 @@ def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes:
 def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Program:
     """The program with some of its layer loops as pipelines."""
     loops = program.cached(layer_loops)
-    groups: dict[Op, list[_Split]] = {}
-    for split in found:
-        op = loops[split.index].op
-        around = microbatch_loop(op)
-        groups.setdefault(op if around is None else around, []).append(split)
+    ops = [loops[split.index].op for split in found]
+    groups = grouped((microbatch_loop(op) or op, split) for op, split in zip(ops, found, strict=True))
     replacements: dict[Op, Any] = {}
     pipelines = []
     for op, splits in groups.items():
