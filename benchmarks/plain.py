@@ -326,6 +326,11 @@ def _cases() -> list[Case]:
         add("resnet", "fsdp", functools.partial(resnet, batch=32 * n), "batch: data; features: data", one)
         add("moe", "fsdp", functools.partial(mixture, batch=2 * n), FSDP, one)
         add("moe", "experts", functools.partial(mixture, batch=2 * n), EXPERTS, two)
+    deep = functools.partial(llama, 12, batch=128)
+    found += [
+        Case("llama3_8b-32-layers-fsdp-v5p", llama3_8b, "v5p:4x4x8", "data=128", FSDP),
+        Case("llama-12-layers-fsdp-v6e", deep, "v6e:8x8", "data=64", FSDP),
+    ]
     return found
 
 
@@ -334,7 +339,8 @@ CASES = _cases()
 
 @dataclass
 class Result:
-    """A case compiled under one lowering: seconds of a step and exposed seconds by the final schedule; bytes; cycles of kernels."""
+    """A case compiled under one lowering: seconds of a step and exposed seconds by the final schedule; bytes sent and at the peak,
+    also of its plan; cycles of kernels."""
 
     seconds: float
     exposed: float
@@ -342,6 +348,7 @@ class Result:
     peak: float
     planned: float | None
     planned_bytes: float
+    planned_peak: float
     kernels: Counter[str]
 
 
@@ -362,9 +369,8 @@ def result(case: Case, lowering: Any, effort: Any = "full") -> Result:
     e = c.exposed
     assert e is not None
     assert c.plan is not None
-    return Result(
-        e.schedule, e.seconds, c.bytes_sent, c.memory.peak, c.plan.seconds, c.plan.bytes_sent, kernels(c.as_text())
-    )
+    planned = c.plan.seconds, c.plan.bytes_sent, c.plan.memory.peak
+    return Result(e.schedule, e.seconds, c.bytes_sent, c.memory.peak, *planned, kernels(c.as_text()))
 
 
 def kernels(text: str) -> Counter[str]:
@@ -393,7 +399,10 @@ def main() -> None:
     )
     parser.add_argument("--kernels", action="store_true", help="the kernels whose cycles differ most")
     args = parser.parse_args()
-    heads = ("case", "jit", "shard_map", "ratio", "planned", "error", "exposed, jit", "exposed", "peak, jit", "peak")
+    heads = (
+        "case", "jit", "shard_map", "ratio", "planned", "error", "exposed, jit", "exposed", "peak, jit", "peak", "ratio", "planned",
+        "error", "planned, jit", "error",
+    )  # fmt: skip
     table = Table(*heads, title=f"ms and GB; default effort, jax {jax.__version__}")
     for case in CASES:
         if args.case and not any(fnmatch(case.name, p) for p in args.case):
@@ -403,7 +412,8 @@ def main() -> None:
         cells = [
             case.name, f"{theirs.seconds * 1e3:.2f}", f"{ours.seconds * 1e3:.2f}", f"{ours.seconds / theirs.seconds:.3f}",
             f"{planned * 1e3:.2f}", f"{planned / ours.seconds - 1:+.1%}", f"{theirs.exposed * 1e3:.2f}",
-            f"{ours.exposed * 1e3:.2f}", f"{theirs.peak / 1e9:.2f}", f"{ours.peak / 1e9:.2f}",
+            f"{ours.exposed * 1e3:.2f}", f"{theirs.peak / 1e9:.2f}", f"{ours.peak / 1e9:.2f}", f"{ours.peak / theirs.peak:.3f}",
+            *(c for r in (ours, theirs) for c in (f"{r.planned_peak / 1e9:.2f}", f"{r.planned_peak / r.peak - 1:+.1%}")),
         ]  # fmt: skip
         table.add_row(*cells)
         if args.kernels:

@@ -6,7 +6,7 @@ from graphlib import TopologicalSorter
 import jax
 import jax.numpy as jnp
 import pytest
-from arrays import F32, f32
+from arrays import F32, bf16, f32
 
 import meshpar as mp
 from meshpar._src.cost.kernels import computation_of
@@ -171,5 +171,31 @@ def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
     assert late
     for region, move, found in late:
         assert found.until_end
-        assert not found.separate_result
+        assert not found.postponed
         assert move.reads[0] in schedules(plan)[region].in_flight[len(region.kernels) - 1]
+
+
+def test_matmuls_of_gradients_around_asynchronous_reductions_are_at_the_end_of_a_body():
+    plan = layered("batch: data; embed: data", (ROWS,), mesh="data=8", topology="v6e:2x4", lowering="shard_map")
+    (backward,) = [r for r, found in async_collectives(plan).items() if any(f.postponed for f in found.values())]
+    schedule = schedules(plan)[backward]
+    for move, found in async_collectives(plan)[backward].items():
+        if found.postponed:
+            assert not found.until_end
+            operands = {b for partial in move.reads for b in partial.made_by.reads}
+            assert operands <= set(schedule.in_flight[len(backward.kernels) - 1])
+
+
+@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
+def test_a_result_that_no_matmul_depends_on_is_computed_last_unless_a_barrier_waits_for_it(lowering):
+    def fn(w, x, labels):
+        logits = (x @ w).astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, labels[:, None], 1)
+        return picked, jnp.exp(logits - logits.max(1, keepdims=True)).astype(w.dtype) @ w.T
+
+    arguments = bf16(512, 65536), bf16(4096, 512), jax.ShapeDtypeStruct((4096,), jnp.int32)
+    plan = mp.plan(fn, *arguments, mesh="data=4", topology="v5p:2x2x1", layout="batch: data", lowering=lowering,
+                   dims={"w": "embed vocab", "x": "batch embed", "labels": "batch"})  # fmt: skip
+    kernels = schedules(plan)[computation_of(plan)].kernels
+    gather = next(i for i, k in enumerate(kernels) if k.name == "gather")
+    assert (gather > max(i for i, k in enumerate(kernels) if k.matmuls)) == (lowering == "jit")

@@ -8,7 +8,14 @@ from steps_text import changes, halves, parse_plan
 
 from meshpar._src.passes import PASSES
 from meshpar._src.passes.all_reduce_choice import choose_all_reduce
-from meshpar._src.passes.barriers import pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
+from meshpar._src.passes.barriers import (
+    compute_results_early,
+    pad_rows,
+    separate_matmuls,
+    separate_slices,
+    serialize_loops,
+    serialize_results,
+)
 from meshpar._src.passes.collective_matmul import find_pairs, with_overlaps
 from meshpar._src.passes.equal_sends import merge_equal_sends
 from meshpar._src.passes.schedule import schedule
@@ -39,6 +46,7 @@ def test_the_example_of_rings():
 
 UNCHANGED = {
     "a small reduction after no loop": (serialize_loops, {"4096": "1024", "scan × 2": "while"}),
+    "a small array": (compute_results_early, {"65536": "8192"}),
     "nothing donated": (serialize_results, {}, {"donated": ()}),
     "small results": (serialize_results, {"2048": "1024"}),
     "slices are cast to a type of the same size": (separate_slices, {"bfloat16": "int32"}),
@@ -112,6 +120,20 @@ def test_a_matmul_waits_by_an_operand_that_is_in_memory():
         ("dot_general %dy, x", "dot_general %d, %x"),
         ("dot_general dy", "dot_general %d"),
         ("  w:", "  y: float32[batch=4096:data mlp=4096]\n  w:"),
+        ("  dy:", "  dz:"),
+    ):
+        text = text.replace(old, new)
+    changes(schedule, text)
+
+
+def test_what_several_matmuls_read_of_several_arrays_is_in_memory():
+    """Each matmul would otherwise compute it as it reads it; a barrier on it writes nothing more."""
+    text = example(schedule).replace("- %1", "  %d = mul y, z: float32[batch:data mlp]\n- %1", 1)
+    for old, new in (
+        ("%dy = barrier dy", "%e = barrier %d"),
+        ("dot_general %dy", "dot_general %e"),
+        ("dot_general dy", "dot_general %d"),
+        ("  w:", "  y: float32[batch=4096:data mlp=4096]\n  z: float32[batch:data mlp]\n  w:"),
         ("  dy:", "  dz:"),
     ):
         text = text.replace(old, new)

@@ -13,7 +13,7 @@ from lowered import jaxpr_of
 import meshpar as mp
 from meshpar._src.hardware.compiler import compiler_model
 from meshpar._src.plan.plan import Plan
-from meshpar._src.plan.steps import Barrier, Run
+from meshpar._src.plan.steps import Barrier, Loop, Run
 from meshpar._src.plan.verify import verify
 
 WIDTH, HIDDEN, LAYERS, BATCH = 2048, 4096, 4, 8192  # operands of a product are above 16 MiB on each of 8 devices
@@ -117,3 +117,11 @@ def test_calls_that_return_their_operand():
     verify(step.plan(x, w))
     for ours, theirs in zip(step(x, w), fn(x, w), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("topology", "held"), [("v5e:2x4", True), ("v6e:2x4", False)])
+def test_no_barrier_holds_what_hides_reductions_on_the_sparse_cores_in_a_loop(topology, held):
+    plan = mp.plan(scanned, *args_of(True), mesh="data=8", topology=topology, layout=FSDP, dims=STACKED, overlap="xla")
+    loops = [step for step in plan.body.all_steps if isinstance(step, Loop)]
+    inside = [step for loop in loops for step in loop.body.all_steps if isinstance(step, Barrier) and step.after]
+    assert bool(inside) == held

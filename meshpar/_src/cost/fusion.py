@@ -84,6 +84,7 @@ class Buffer:
       readers: the kernels that read it.
       recomputed: kernels that can compute it do so, although it is in memory for others.
       sliced: a kernel that reads a part of its operand reads it.
+      awaited: a barrier holds other buffers until it is computed.
     """
 
     bytes: float
@@ -99,6 +100,7 @@ class Buffer:
     readers: Sequence[Kernel] = ()
     recomputed: bool = False
     sliced: bool = False
+    awaited: bool = False
 
     def __post_init__(self) -> None:
         self.live_bytes, self.stored = self.bytes, self.made_by is None

@@ -30,7 +30,7 @@ def computation_of(plan: Plan) -> Computation:
 
 
 def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:
-    """An empty table for a mesh, with or without image tiles: (value, spec) → bytes of its shard on a device."""
+    """An empty table for a mesh, with or without padding: (value, spec) → bytes of its shard on a device."""
     return {}
 
 
@@ -38,7 +38,7 @@ class _Reader:
     """Builds the computation of a plan, step by step, and then fuses its ops.
 
     Attributes:
-      tiles: the images of the program; None: it has none, or the chip stores them unpadded.
+      tiles: the padding of its arrays; None: the chip stores them unpadded.
       items: shard → its buffer.
       bases: buffer → the one large array that it depends on, if it is another one; None: it depends on none.
       chains: buffer → the smallest number of fusible ops, one after the other, that compute it from an array in memory.
@@ -50,8 +50,7 @@ class _Reader:
     def __init__(self, plan: Plan):
         """A reader of ``plan`` before its first step, with an empty computation."""
         self.plan, self.sizes = plan, plan.sizes
-        tiles = None if plan.chip is None or plan.chip.switch else plan.program.cached(Tiles)
-        self.tiles = tiles if tiles is not None and tiles.images else None
+        self.tiles = None if plan.chip is None or plan.chip.switch else plan.program.cached(Tiles)
         self.items: dict[Shard, Buffer] = {}
         self.bases: dict[Buffer, Buffer | None] = {}
         self.chains: dict[Buffer, int] = {}
@@ -165,6 +164,8 @@ class _Reader:
 
     def barrier(self, step: Barrier) -> None:
         """Let the results of a barrier be the buffers of its operands, in memory; an opaque barrier copies them."""
+        for after in filter(None, map(self.item, step.after)):
+            after.awaited = True
         for source, result in zip(step.sources, step.results, strict=True):
             item = self.item(source)
             if item is not None and step.opaque:  # through integers: a copy

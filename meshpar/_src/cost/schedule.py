@@ -41,12 +41,14 @@ class AsyncCollective:
     Attributes:
       prefetched: its operand comes from outside the computation (an all-gather of a weight), so that it is sent before it is
         needed. Otherwise its result only leaves the computation, or is a gradient.
-      until_end: it is in flight, or is sent, until the computation ends.
+      until_end: its operand is live until the computation ends, since it is sent there.
+      postponed: the matmul that computes its operand runs at the end of the computation.
       separate_result: its result has a buffer of its own, other than its operand's.
     """
 
     prefetched: bool
     until_end: bool = False
+    postponed: bool = False
     separate_result: bool = False
 
 
@@ -54,20 +56,20 @@ class AsyncCollective:
 def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollective]]:
     """Computation → its ``MOVE`` kernels whose collectives other kernels need not wait for → how each overlaps.
 
-    With all-reduces on the SparseCores, the TPU compiler (libtpu 0.0.42, default effort) has the all-reduces of gradients in flight
-    until the end of a loop body, all at once. It sends reductions of gradients that block programs at the end of the body.
+    With reductions on the SparseCores, the TPU compiler (libtpu 0.0.42, default effort) runs the matmuls of gradients at the end of
+    a loop body, whatever barriers precede them. It sends reductions of gradients that block programs at the end of the body.
     """
     chip, role_of = plan.chip, buffer_roles(plan)
-    offloaded = _on_sparse_cores(plan, "all-reduce")
     tpu = chip is not None and bool(chip.torus)
 
     def of_result(move: Kernel) -> AsyncCollective:
         """How the collective of a kernel overlaps, if no kernel of its computation reads its result."""
-        if tpu and isinstance(move.step, Reduce):
-            if offloaded and any(s.entry.slices_locally for s in move.step.scatters):
-                return AsyncCollective(False, True, True)
-            return AsyncCollective(False, _only_leaves(move) and not any(plan.is_async(c.op) for c in move.step.sends))
-        return AsyncCollective(False)
+        if not tpu or not isinstance(move.step, Reduce):
+            return AsyncCollective(False)
+        ops = {c.op for c in move.step.sends}
+        offloaded, leaves = any(on_sparse_cores(plan, op) for op in ops), _only_leaves(move)
+        separate = offloaded and any(s.entry.slices_locally for s in move.step.scatters)
+        return AsyncCollective(False, leaves and not any(map(plan.is_async, ops)), leaves and offloaded, separate)
 
     out: dict[Computation, dict[Kernel, AsyncCollective]] = {}
     for computation in _with_bodies(computation_of(plan)):
@@ -149,10 +151,8 @@ def _concurrent_in(
     out: dict[Kernel, tuple[Kernel, ...]] = {}
     for n, (move, seconds) in reversed([*enumerate(moves.items())]):
         left, taken, bit = seconds, list[Kernel](), bits[move]
-        on_sparse_cores = move.step is not None and any(
-            _on_sparse_cores(plan, c.op) for c in separate_collectives(move.step)
-        )
-        limit = int(bool(followed & bit)) if on_sparse_cores else len(matmuls)
+        offloaded = move.step is not None and any(on_sparse_cores(plan, c.op) for c in separate_collectives(move.step))
+        limit = int(bool(followed & bit)) if offloaded else len(matmuls)
         candidates = [k for k in free if not before[k] & bit and not before[n] >> k & 1] if limit else []
         while candidates and left > 0 and len(taken) < limit:
             k, *candidates = candidates
@@ -167,7 +167,7 @@ def _concurrent_in(
     return out
 
 
-def _on_sparse_cores(plan: Plan, op: CollectiveOp) -> bool:
+def on_sparse_cores(plan: Plan, op: CollectiveOp) -> bool:
     """Whether compiler options put reductions of this kind on the SparseCores: the chip's default is a synchronous one."""
     by_default = frozenset() if plan.chip is None else plan.chip.compiler.sync_collectives
     return op in ("all-reduce", "reduce-scatter") and op in by_default and plan.is_async(op)
@@ -259,7 +259,8 @@ def schedules(plan: Plan) -> dict[Computation, Schedule]:
     program, concurrent = computation_of(plan), concurrent_matmuls(plan)
     for computation in reversed(list(_with_bodies(program))):  # a body before the computation of its loop
         reordered = {} if computation is program else concurrent[computation]
-        schedule = Schedule(_in_order(computation, reordered))
+        late = "LATE_RESULTS" in plan.compiler.quirks and computation is program
+        schedule = Schedule(_late_results_last(computation) if late else _in_order(computation, reordered))
         _Clock(plan, computation, out).run(schedule)
         _add_in_flight(schedule, async_collectives(plan)[computation], reordered)
         out[computation] = schedule
@@ -374,20 +375,52 @@ def _add_in_flight(
             schedule.last_read[buffer] = k
     heavy = [i for i, k in enumerate(kernels) if k.matmuls or k.traits.family == "kernel"]
     index = {kernel: k for k, kernel in enumerate(kernels)}
+    taken = {matmul for matmuls in concurrent.values() for matmul in matmuls}
     for move, how in overlapped.items():
         k, buffers = index[move], [*move.reads]
         first, end = k + 1, next((i + 1 for i in heavy if i > k), len(kernels))
         if how.prefetched:
             buffers, first, end = [*move.writes], max((i for i in heavy if i < k), default=k), k
         elif how.until_end:
-            buffers += [Buffer(b.bytes, b.value, move) for b in move.reads if how.separate_result]
             end = len(kernels)
+        elif how.separate_result:
+            buffers += [Buffer(b.bytes, b.value, move) for b in move.reads]
         for i in range(first, end):
             in_flight.setdefault(i, []).extend(buffers)
+        for matmul in (m for b in move.reads if how.postponed and (m := b.made_by) in index and m not in taken):
+            for i in range(index[matmul] + 1, len(kernels)):
+                in_flight.setdefault(i, []).extend(matmul.reads)
     for move, matmuls in concurrent.items():
         for k in map(index.__getitem__, matmuls):
             if k > index[move]:
                 in_flight.setdefault(k, []).extend(move.reads)
+
+
+def _late_results_last(computation: Computation) -> list[Kernel]:
+    """The kernels of the program in its order, but after the last matmul or loop those on which none depends and that no barrier
+    awaits: what reduces an array to a smaller result, with all that follows, and before a loop also reductions of gradients.
+
+    :func:`passes.barriers.compute_results_early` and :func:`passes.barriers.serialize_loops` add such barriers.
+    """
+    kernels = computation.kernels
+    needed = {buffer for kernel in kernels for buffer in kernel.writes if buffer.awaited}
+    last = last_loop = -1
+    for k, kernel in reversed([*enumerate(kernels)]):
+        if kernel.matmuls or kernel.bodies or kernel.traits.family == "kernel":
+            last, last_loop = max(last, k), max(last_loop, k if kernel.bodies else -1)
+            needed.update(kernel.reads)
+        elif needed.intersection(kernel.writes):
+            needed.update(kernel.reads)
+    late: dict[Kernel, None] = {}
+    for k, kernel in enumerate(kernels[:last]):
+        if kernel.matmuls or kernel.bodies or needed.intersection(kernel.writes):
+            continue
+        largest, size = max((b.bytes for b in kernel.reads), default=0.0), sum(b.bytes for b in kernel.writes)
+        reduces = kernel.kind is Kind.OP and size * 8 <= largest
+        is_sum = k < last_loop and isinstance(kernel.step, Reduce)
+        if reduces or is_sum or any(b.made_by in late for b in kernel.reads):
+            late[kernel] = None
+    return [*(k for k in kernels[: last + 1] if k not in late), *late, *kernels[last + 1 :]]
 
 
 def _in_order(computation: Computation, concurrent: Mapping[Kernel, Sequence[Kernel]]) -> list[Kernel]:

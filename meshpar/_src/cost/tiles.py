@@ -1,22 +1,27 @@
-"""Padding of images in a TPU's memory: tiles of 8 by 128 elements, which few channels do not fill."""
+"""Padding of arrays in a TPU's memory: tiles of 8 by 128 elements, which few channels or 197 tokens do not fill."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 
 from ..layout import Spec
-from ..plan.spec import shard_count
+from ..plan.spec import itemsize, shard_count
 from ..program.ir import Program, Value
 
 SUBLANES, LANES = 8, 128
+MIN_PADDED_BYTES = 16_777_216
+"""Bytes of a shard, other than of an image, from which its padding counts; smaller ones neither take long nor fill the memory."""
 
 
 class Tiles:
-    """The images of a program, and the padding of their shards.
+    """The images of a program, and the padding of shards.
 
     The compiler stores operands and results of convolutions with channels and batch innermost, in either order (observed with
     libtpu 0.0.42), and pads one to a multiple of 128, the other to one of 8: 64 channels of 64 images take twice their bytes.
-    Programs without convolutions have arrays whose sizes fill tiles, or that can be stored so that they do.
+    It stores other large arrays with those two dims innermost that need the least padding: scores of 197 by 197 tokens take a third
+    more than their bytes.
     """
 
     def __init__(self, program: Program):
@@ -48,12 +53,13 @@ class Tiles:
         return self._of[value]
 
     def padding(self, value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
-        """The factor by which tiles increase the bytes of a shard; 1 for values that are not images."""
-        image = self.of(value)
-        if image is None:
+        """The factor by which tiles increase the bytes of a shard; 1 for small ones that are not images."""
+        shape = [-(-n // shard_count(parts, sizes)) for n, parts in zip(value.shape, spec, strict=True)]
+        image, elements = self.of(value), math.prod(shape)
+        if not elements or (image is None and elements * itemsize(value.aval) < MIN_PADDED_BYTES):
             return 1.0
-        b, c = (-(-value.shape[i] // shard_count(spec[i], sizes)) for i in image)
-        return min(tiled(b, c), tiled(c, b)) / (b * c) if b * c else 1.0
+        pairs = itertools.permutations(shape if image is None else [shape[i] for i in image], 2)
+        return min((tiled(a, b) / (a * b) for a, b in pairs), default=1.0)
 
 
 def tiled(rows: int, columns: int) -> int:

@@ -28,7 +28,14 @@ from ..program.ir import Program
 from ..units import format_seconds
 from .advice import warn, with_notes
 from .all_reduce_choice import choose_all_reduce
-from .barriers import pad_rows, separate_matmuls, separate_slices, serialize_loops, serialize_results
+from .barriers import (
+    compute_results_early,
+    pad_rows,
+    separate_matmuls,
+    separate_slices,
+    serialize_loops,
+    serialize_results,
+)
 from .collective_matmul import MODES, activation_axes, find_pairs, with_overlaps
 from .equal_sends import merge_equal_sends
 from .lowering import resolve_lowering
@@ -61,6 +68,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(schedule, quirk="LATE_GRADIENTS"),
     Pass(separate_matmuls, quirk="FUSED_EPILOGUE"),
     Pass(serialize_loops, quirk="LOOPS_BEFORE_REDUCTIONS"),
+    Pass(compute_results_early, quirk="LATE_RESULTS"),
     Pass(serialize_results, quirk="GATHER_NOT_IN_PLACE"),
     Pass(separate_slices, quirk="STACK_CAST_BEFORE_LOOP"),
     Pass(pad_rows, quirk="SINGLE_ROW"),

@@ -16,7 +16,7 @@ from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import single_row_elements, smaller_operand_bytes
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, value_bytes
-from ..plan.steps import Barrier, Body, Loop, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
+from ..plan.steps import Barrier, Body, Call, Loop, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
 from ..program.ir import Program, Value
 
 MIN_SINGLE_ROW_ELEMENTS = 65_536
@@ -91,6 +91,70 @@ def serialize_loops(plan: Plan) -> Body:
         return replace_steps(body, (Reduce, Loop), change)
 
     return _rewrite_homes(plan.body, serialized)
+
+
+def compute_results_early(plan: Plan) -> Body:
+    """The steps with barriers by which results that no matmul depends on are computed before the backward pass.
+
+    The compiler computes them at the end of the program, and has their operands in memory until then
+    (:data:`compat.quirks.LATE_RESULTS`). The next large array is computed after them: a row that it is computed from is behind a
+    barrier, because a barrier on a large array would write it to memory.
+
+    Example::
+
+          every device of data=8 runs:
+          x: float32[batch=4096:data embed=512]
+          w: float32[embed vocab=65536]
+          %1 = dot_general x, w: float32[batch:data vocab]
+          %2 = reduce_min %1: float32[batch:data]
+          %3 = reduce_max %1: float32[batch:data]
+        - %4 = broadcast_in_dim %3: float32[batch:data vocab]
+        + %3b = barrier %3, after %2
+        + %4 = broadcast_in_dim %3b: float32[batch:data vocab]
+          %5 = sub %1, %4: float32[batch:data vocab]
+          %6 = dot_general %5, w: float32[batch:data embed]
+          return %2, %6
+    """
+    steps = list(plan.body.with_calls)
+    needed = _needed_by_matmuls(steps)
+    position = {s: k for k, step in enumerate(steps) for s in step.makes}
+    pending: list[Shard] = []  # results that the next large array waits for
+    behind: dict[Shard, Shard] = {}
+
+    def is_large(shard: Shard) -> bool:
+        return plan.shard_bytes(shard) >= plan.compiler.serialized_reduction_bytes
+
+    def change(step: Run) -> Sequence[Step]:
+        """The step, after a barrier on its rows if it computes a large array that waits for results."""
+        made = step.results
+        if not step.op.primitive.fusible and not _is_view(step) and needed.isdisjoint(made):
+            if any(is_large(s) and s in position for s in step.reads) and not any(map(is_large, made)):
+                pending.extend(made)
+            return (step,)
+        barrier: tuple[Step, ...] = ()
+        if pending and any(map(is_large, made)) and not needed.isdisjoint(made):
+            rows = tuple(s for s in step.reads if s in position and not is_large(s) and s not in behind)
+            if rows:
+                behind.update((s, s.copy()) for s in rows)
+                barrier = (Barrier(step.op, rows, tuple(behind[s] for s in rows), tuple(pending)),)
+                pending.clear()
+        if not behind.keys().isdisjoint(step.operands):
+            step = replace(step, operands=tuple(s if s is None else behind.get(s, s) for s in step.operands))
+        return (*barrier, step)
+
+    return replace_steps(plan.body, Run, change)
+
+
+def _needed_by_matmuls(steps: Sequence[Step]) -> set[Shard]:
+    """The shards on which a matmul, an opaque kernel, a loop or a branch depends."""
+    out: set[Shard] = set()
+    for step in reversed(steps):
+        heavy = not isinstance(step, Call) and (
+            bool(step.bodies) or (isinstance(step, Run) and (_is_matmul(step) or step.op.primitive.family == "kernel"))
+        )
+        if heavy or not out.isdisjoint(step.makes):
+            out.update(step.reads)
+    return out
 
 
 def pad_rows(plan: Plan) -> Body:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
+from ..plan.partial import readers_of
 from ..plan.plan import Plan
 from ..program.ir import Frame, Op, Program, Value
 
@@ -16,6 +17,24 @@ def leading_to_matmuls(program: Program) -> set[Op]:
         if op.primitive.matmul or op in out:
             makers = (v.op for v in op.ins if v is not None)
             out.update(m for m in makers if m is not None and m is not op and m.frame.home is op.frame.home)
+    return out
+
+
+def stored_values(program: Program) -> set[Value]:
+    """The results of elementwise ops on several large arrays that several ops read: they are in memory, and not computed by each
+    reader (:func:`cost.fusion.fuse`)."""
+    readers = program.cached(readers_of)
+    arrays: dict[Value, frozenset[Value]] = {}  # the large arrays that a value is computed from
+    out: set[Value] = set()
+    for op in program.root.walk():
+        if not (op.primitive.fusible or op.primitive.view):
+            continue
+        for value in op.outs:
+            large = [v for v in op.ins if v is not None and v.elements * 8 > value.elements]
+            arrays[value] = frozenset().union(*(arrays.get(v, {v}) for v in large))
+            if op.primitive.fusible and len(arrays[value]) > 1 and len(readers.get(value, ())) > 1:
+                out.add(value)
+                arrays[value] = frozenset((value,))
     return out
 
 

@@ -9,6 +9,9 @@ the gradients are computed (:data:`compat.quirks.LATE_GRADIENTS`). Three rules:
 - where a later loop waits for an asynchronous reduction, these matmuls wait for the reduction of the weight's gradient instead, and
   run while the reduction is in flight;
 - a matmul on which no other depends is not postponed: the second one after it waits for it.
+
+Matmuls in loops whose results are reduced on the SparseCores have no barriers. The compiler runs these at the end of the loop's
+body, to hide the reductions of the others, whatever barriers precede them, and the barriers cost copies to other memory layouts.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..cost.schedule import sorted_by_dependencies
+from ..cost.schedule import on_sparse_cores, sorted_by_dependencies
 from ..plan.plan import Plan
 from ..plan.steps import (
     Barrier,
@@ -33,7 +36,7 @@ from ..plan.steps import (
     topological_order,
 )
 from ..program.ir import Frame, Op, Value
-from .dependencies import FrameDependencies, added_matmuls, frame_dependencies
+from .dependencies import FrameDependencies, added_matmuls, frame_dependencies, stored_values
 
 
 def schedule(plan: Plan) -> Body:
@@ -68,10 +71,11 @@ def schedule(plan: Plan) -> Body:
             return body
         steps: list[Step] = []
         for step in body.steps:
-            if isinstance(step, Run) and step.op in waits.after and step.in_ring != "gather" and not is_deferred(step):
+            values = waits.held(step.op) if isinstance(step, Run) and not is_deferred(step) else ()
+            if values and isinstance(step, Run) and step.in_ring != "gather":
                 source = min(step.reads, key=waits.cost_of_barrier)
                 result = source.copy()
-                after = tuple(plan.placements[v].made for v in waits.after[step.op])
+                after = tuple(plan.placements[v].made for v in values)
                 steps.append(Barrier(step.op, (source,), (result,), after))
                 step = replace(step, operands=tuple(result if s is source else s for s in step.operands))
             steps.append(step)
@@ -104,6 +108,7 @@ class _Waits:
       after: matmul → the values for which it waits, as their ops compute them (possibly partial).
       frames: the frames with matmuls → their order.
       in_chunks: values that rings compute and reduce in chunks, so that they never exist as one array.
+      hide: the matmuls in loops whose results are reduced on the SparseCores.
     """
 
     def __init__(self, plan: Plan):
@@ -116,6 +121,13 @@ class _Waits:
             for step in plan.body.all_steps
             if isinstance(step, Run) and step.in_ring == "reduce"
             for s in step.results
+        }
+        self.hide = {
+            op
+            for s in plan.body.all_steps
+            if isinstance(s, Reduce) and any(on_sparse_cores(plan, c.op) for c in s.collectives)
+            for op in added_matmuls(plan, s.source.value)
+            if op.frame.home is not plan.program.root
         }
         self._delay_scattered()
         for frame in self.frames.values():
@@ -195,17 +207,22 @@ class _Waits:
         placed = self.plan.placements.get(value)
         return placed is not None and not placed.made.is_constant and value not in self.in_chunks
 
+    def held(self, op: Op) -> list[Value]:
+        """The values for which a barrier on an operand of an op waits."""
+        return [v for v in self.after.get(op, ()) if self.hide.isdisjoint((op, v.op))]
+
     def cost_of_barrier(self, shard: Shard) -> tuple[float, float]:
         """(bytes that are written to memory only because a barrier holds a shard, bytes of the shard).
 
-        A matmul computes elementwise ops as it reads their result; behind a barrier the result is an array in memory. One operand
-        behind a barrier delays the matmul as well as all of them.
+        A matmul computes elementwise ops as it reads their result, from one array in memory; behind a barrier the result is an
+        array in memory. One operand behind a barrier delays the matmul as well as all of them.
         """
         op = shard.value.op
         while op is not None and op.primitive.view and op.ins[0] is not None:
             op = op.ins[0].op
         size = self.plan.shard_bytes(shard)
-        return (size if op is not None and op.primitive.fusible else 0.0), size
+        fused = op is not None and op.primitive.fusible and op.outs[0] not in self.plan.program.cached(stored_values)
+        return (size if fused else 0.0), size
 
     def _operand_bytes(self, op: Op) -> float:
         run = self.plan.runs.get(op)

@@ -103,8 +103,8 @@ def padding_text(plan: Plan) -> str:
     ranked = sorted(memory.padding.items(), key=lambda x: -x[1])
     kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= MIN_PADDING_SHARE * memory.peak)
     return (
-        f"{format_memory(total)} of the peak are padding: a TPU stores images in tiles of {SUBLANES} × {LANES} elements of batch "
-        f"and channels ({kinds})"
+        f"{format_memory(total)} of the peak are padding: a TPU stores arrays in tiles of {SUBLANES} × {LANES} elements, images of "
+        f"batch and channels ({kinds})"
     )
 
 
