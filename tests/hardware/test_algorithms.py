@@ -1,17 +1,13 @@
 """Collective algorithms: the chosen one (fewest bytes, then least time), bytes of its stages, emitted collectives."""
 
 import itertools
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import ShapeDtypeStruct
-from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar._src.compat.quirks import psum_scatter
 from meshpar._src.hardware.algorithms import ALGORITHMS, choose_algorithm
 from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.hardware.collective_time import seconds_of
@@ -73,37 +69,6 @@ def test_phases():
     ]  # fmt: skip
     assert ALGORITHMS["hierarchical"].phases([True, False, True, False]) == [[1], [3], [0], [2]]
     assert ALGORITHMS["native"].phases([]) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "groups", "dim"),
-    [("native", [8], 0), ("staged", [2, 2, 2], 1), ("hierarchical", [2, 2, 2], 0), ("ring", [2, 2, 2], 1)],
-)
-def test_every_algorithm_emits_the_blocks_of_one_psum_scatter(name, groups, dim):
-    mesh = mp.mesh("a=2, b=2, c=2")
-    x = jax.random.randint(jax.random.key(0), (8, 16, 24), -9, 9).astype(jnp.float32)
-
-    axes = ("a", "b", "c")
-
-    def scatter(x):
-        return ALGORITHMS[name].reduce_scatter(x[0], axes, dim, ("a",), psum_scatter)
-
-    spec = P(*[axes if i == dim else None for i in range(2)])
-    run = jax.shard_map(scatter, mesh=mesh, in_specs=P(axes), out_specs=spec, check_vma=False)
-    np.testing.assert_array_equal(run(x), np.asarray(x).sum(0))
-    sent = [e for e in jaxpr_of(run, x) if e.primitive.name == "reduce_scatter"]
-    axes = [e.params["axis_name"] for e in sent]
-    sizes = [math.prod(mesh.shape[n] for n in ((a,) if isinstance(a, str) else a)) for a in axes]
-    assert sizes == groups
-    if name == "hierarchical":
-        assert "a" in str(axes[-1])
-
-
-def jaxpr_of(fn, *args):
-    """The equations of the body of a shard_map."""
-    (outer,) = jax.make_jaxpr(fn)(*args).jaxpr.eqns
-    inner = outer.params["jaxpr"]
-    return getattr(inner, "jaxpr", inner).eqns
 
 
 def test_rates_reach_the_kernels_in_gigabytes_a_second():

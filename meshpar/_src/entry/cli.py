@@ -41,7 +41,7 @@ from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
-from ..program.naming import patterns_of
+from ..program.patterns import patterns_of
 from ..progress import Progress, progress_line
 from ..report.document import PLAIN_WIDTH, shown_text
 from ..report.facts import fits
@@ -52,7 +52,7 @@ from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
-from .naming import named_program
+from .infer_dims import named_program
 from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning

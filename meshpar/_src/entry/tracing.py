@@ -28,8 +28,9 @@ from ..dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, pa
 from ..flax import Leaf, capture_names, flatten_named, with_states
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
+from ..program.guessed_names import inferred_dims
 from ..program.ir import Join
-from ..program.naming import inferred_dims, patterns_of
+from ..program.patterns import patterns_of
 from ..program.primitives import rename_dims_p
 from ..program.roles import name_parameters
 from .arguments import ArgumentPath, Call, Fixed, check_fixed, is_static, join_leaves, named_arguments, with_statics

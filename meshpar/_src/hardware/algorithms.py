@@ -1,7 +1,7 @@
 """Collective algorithms: how a collective over several stages of a slice is made of collectives over fewer stages.
 
 One entry per algorithm. Callers ask the entry for its bytes between slices (:meth:`Algorithm.dcn_bytes`), how it uses the
-links (:func:`hardware.collective_time.seconds_of`), and the JAX operations (:meth:`Algorithm.reduce_scatter`).
+links (:func:`hardware.collective_time.seconds_of`), and its phases (:func:`lower.collectives.reduce_scatter` emits them).
 To add an algorithm, add an entry to ``_TABLE``; :func:`choose_algorithm` considers it if :func:`meshpar_kernels.collectives.choose`
 knows its cost.
 """
@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from jax import lax
-
-from meshpar_kernels.collectives import Axis, choose, scatter_in_order
+from meshpar_kernels.collectives import Axis, choose
 
 from .chips import Chip
 from .collective_ops import CollectiveOp, collective_volume, wire_bytes
@@ -27,9 +25,6 @@ AlgorithmName = Literal["native", "staged", "hierarchical", "all_reduce", "ring"
 Phases = list[list[int]]
 """For each phase, the indices of the stages (major to minor) that it covers, in the order of a reduce-scatter: the first phase has
 the full-size array. An all-gather runs the phases in reverse order."""
-
-ScatterFn = Callable[[Any, str | tuple[str, ...], int], Any]
-"""(local array, mesh axes, dim) → its sum over the axes, of which each device has its block along the dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,28 +80,6 @@ class Algorithm:
             total += wire_bytes(op, volume * slices / size, slices)
             volume /= size
         return total
-
-    def reduce_scatter(self, x: Any, axes: Sequence[str], dim: int, between: Collection[str], emit: ScatterFn) -> Any:
-        """The sum of ``x`` over mesh axes, of which this device has its block of a dim; inside ``shard_map``.
-
-        Args:
-          x: the local array.
-          axes: one for each stage, major to minor; blocks are numbered in this order, whatever the phases.
-          dim: the dim of x that is scattered.
-          between: the axes that connect slices.
-          emit: emits a phase, if the phases are in the order of the axes.
-        """
-        if self.slices_locally:
-            n = x.shape[dim] // lax.axis_size(tuple(axes))
-            return lax.dynamic_slice_in_dim(lax.psum(x, tuple(axes)), lax.axis_index(tuple(axes)) * n, n, dim)
-        phases = self.phases([a in between for a in axes])
-        order = [k for phase in phases for k in phase]
-        if order != sorted(order):
-            return scatter_in_order(x, axes, dim, order)
-        for phase in phases:
-            names = tuple(axes[k] for k in phase)
-            x = emit(x, names[0] if len(names) == 1 else names, dim)
-        return x
 
 
 def _all_at_once(between: Sequence[bool]) -> Phases:

@@ -21,7 +21,7 @@ from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
-from ..program.naming import patterns_of
+from ..program.patterns import patterns_of
 from ..report.colours import AxisColours
 from ..report.facts import kernel_seconds
 from ..report.names import names_table

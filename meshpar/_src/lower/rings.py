@@ -10,9 +10,8 @@ from jax import lax
 from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
 
 from ..iterables import operands_first
-from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard
+from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard, dot_of
 from ..program.ir import Op, Value
-from ..rules.matmul_conv import dot_of
 from ..rules.spmd import Grid
 
 

@@ -36,11 +36,11 @@ from ..plan.steps import (
     Run,
     Shard,
     Step,
+    dot_of,
     rewrite_bodies,
     topological_order,
 )
 from ..program.ir import Frame, Op, Program, Value
-from ..rules.matmul_conv import dot_of
 from .dependencies import leading_to_matmuls
 
 MODES = ("auto", "xla", "ring", "pallas", "off")

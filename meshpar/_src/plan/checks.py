@@ -12,8 +12,8 @@ from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
 from ..layout import SCHEMES, Layout, divisibility_error
+from ..program.guessed_names import inferred_names
 from ..program.ir import Join, Op, Program, Value
-from ..program.naming import inferred_names
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
 

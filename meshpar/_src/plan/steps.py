@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
+from jax.extend.core import JaxprEqn
+
+from meshpar_kernels.collective_matmul import Dot, FusedGather, FusedScatter
 
 from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..iterables import operands_first
@@ -213,6 +215,14 @@ class RingDot:
     side: int
     other: Shard | None
     result: Shard
+
+
+def dot_of(eqn: JaxprEqn, side: int) -> Dot:
+    """A ``dot_general`` whose operand ``side`` is gathered, as :mod:`meshpar_kernels` describes it."""
+    p = eqn.params
+    (lc, rc), (lb, rb) = p["dimension_numbers"]
+    numbers = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
+    return Dot(numbers, side, p["precision"], p["preferred_element_type"])
 
 
 @record

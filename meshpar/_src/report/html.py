@@ -9,9 +9,9 @@ from html import escape
 
 import jax
 
-from ..cost.decoding import decoding_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
+from ..cost.token_metrics import decoding_of
 from ..hardware.topology import Stage
 from ..plan.collectives import Collective
 from ..plan.plan import Plan

@@ -91,8 +91,7 @@ class Evaluation:
         """
         assert base.chip is not None
         self.settings, self.variant, self.base, self.chip, self.space = settings, variant, base, base.chip, space
-        self.rank, self.objective = settings.options.rank, settings.options.objective
-        self.max_plans, self.deadline = max_plans, deadline
+        self.objective, self.max_plans, self.deadline = settings.options.objective, max_plans, deadline
         self.usable = settings.options.memory_fraction * base.chip.per_device().hbm
         ops = sum(1 for _ in space.program.root.walk())
         self.patience = max(1, POLICY.patience_candidates * POLICY.patience_ops // max(POLICY.patience_ops, ops))
@@ -114,6 +113,10 @@ class Evaluation:
         self._rejected: set[tuple[Any, Move]] = set()
 
     # -- comparison
+
+    def rank(self, row: Row) -> tuple[int, float, float]:
+        """:meth:`Row.rank` by the objective of the search."""
+        return row.rank(self.objective)
 
     @property
     def best(self) -> Row:

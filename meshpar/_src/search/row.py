@@ -64,3 +64,9 @@ class Row:
     def uses(self) -> int:
         """Number of axes in the rules of the layout, each counted once in each rule."""
         return sum(len(r.axes) for r in Layout(self.layout).rules)
+
+    def rank(self, objective: Objective) -> tuple[int, float, float]:
+        """Sort key, best first: candidates that fit, by the objective; then the others, by their peak."""
+        if not self.fits:
+            return (1, self.peak, self.seconds)
+        return (0, self.seconds, self.peak) if objective == "time" else (0, self.peak, self.seconds)

@@ -18,7 +18,7 @@ from jax import lax
 
 from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul
 from meshpar_kernels.dispatch.differentiable import KERNELS
-from meshpar_kernels.grouped_matmul.reference import activate
+from meshpar_kernels.grouped_matmul.activations import activate
 
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule

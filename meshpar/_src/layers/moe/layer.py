@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels.dispatch.differentiable import KERNELS
-from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, activate
+from meshpar_kernels.grouped_matmul.activations import ACTIVATIONS, activate
 
 from ...compat.jax import default_promotion
 from ...dims import did_you_mean
