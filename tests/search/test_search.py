@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -357,16 +358,21 @@ def test_pictures(tmp_path):
     assert len(lines) == 9
     drawn = "".join(line.split("│")[1] for line in lines)
     assert drawn.count("★") == 1
-    assert set(drawn) <= {*" ·─★", *(chr(65 + k) for k in range(len(front)))}
+    assert set(drawn) <= {*" ·─★┄┆", *(chr(65 + k) for k in range(len(front)))}
     assert max(map(len, lines)) <= 100
     for name in ("a.html", "a.json", "a.txt"):
         got.save(tmp_path / name)
     page = (tmp_path / "a.html").read_text()
-    assert page.count("<circle") == sum(
+    assert len(re.findall(r"<a [^>]*><circle", page)) == sum(
         r.seconds <= 8 * min(s.seconds for s in got.rows) or r == got.best for r in got.rows
     )
     assert "http" not in page.replace("http-equiv", "")
-    assert page.count("<tr>") == 1 + min(40, len(got.rows))
+    ids, links = re.findall(r'<tr id="(plan-\d+)"', page), re.findall(r'<a href="#(plan-\d+)"', page)
+    assert len(ids) == min(40, len(got.rows))
+    assert links
+    assert set(links) <= set(ids)
+    best = f"plan-{got.rows.index(got.best)}"
+    assert page.split(f'id="{best}"')[1].split("</tr>")[0].count("★") == 1
     assert "<svg" in got._repr_html_()
     with pytest.raises(mp.errors.UnsupportedError, match="cannot be saved as"):
         got.save(tmp_path / "a.pdf")

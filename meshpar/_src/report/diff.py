@@ -11,11 +11,12 @@ from typing import Any, Literal
 from rich.console import Group
 from rich.text import Text
 
-from ..cost.memory import memory_of
+from ..cost.memory import memory_by_role, memory_of
 from ..cost.time import time_of
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
-from .colours import AxisColours
+from .colours import ROLE_CLASSES, AxisColours
+from .data import shards_place
 from .document import Document
 from .facts import (
     KINDS,
@@ -23,11 +24,13 @@ from .facts import (
     collective_groups,
     dims_text,
     fits,
+    kernel_seconds,
     layout_text,
     lowering_text,
     rule_effects,
 )
-from .tables import Cell, Table, code, number
+from .tables import Cell, Table, code, html_picture, key, number
+from .torus import TORUS, torus_html
 
 MAX_ROWS = 12
 """Arguments and collectives that the terminal lists; pages list three times as many."""
@@ -324,6 +327,48 @@ def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
     ]
 
 
+def _bars(d: PlanDiff) -> str:
+    """The step times and the peaks of both plans as bars with their parts."""
+    times = {"a": time_of(d.a), "b": time_of(d.b)}
+    steps, peaks, shown = [], [], dict[str, str]()
+    for (name, time), plan in zip(times.items(), (d.a, d.b), strict=True):
+        if time is not None:
+            kernels = kernel_seconds(time)
+            parts = [("ink", kernels, "kernels"), ("wait", time.seconds - kernels, "exposed communication")]
+            steps.append(
+                [name, format_seconds(time.seconds), [(css, n, f"{of}: {format_seconds(n)}") for css, n, of in parts]]
+            )
+            shown.update((of, css) for css, _, of in parts)
+        peak = max(memory_by_role(plan), key=lambda roles: sum(roles.values()), default={})
+        live = {role: n for role, n in peak.items() if n > 0}
+        text = format_memory(memory_of(plan).peak)
+        peaks.append([name, text, [(ROLE_CLASSES[of], n, f"{of}: {format_memory(n)}") for of, n in live.items()]])
+        shown.update((of, ROLE_CLASSES[of]) for of in live)
+    groups = [["step", steps]] * bool(steps) + [["peak memory of a device", peaks]]
+    return html_picture("drawBars", "step time and peak memory of both plans", groups) + key(
+        (css, of) for of, css in shown.items()
+    )
+
+
+def _drawings(d: PlanDiff, colours: AxisColours) -> str:
+    """The argument whose bytes differ most, on both meshes; and both placements on the chips, if they differ."""
+    sides = [(plan, _by_path(plan)) for plan in (d.a, d.b)]
+    common = [row for row in d.tensors if all(row[0] in by_path for _, by_path in sides)]
+    out = ""
+    if common:
+        path, *_ = max(common, key=lambda row: abs(row[3] - row[4]))
+        drawn = (
+            f"<div><h3>{k}</h3>{shards_place(p, colours, of[path])}</div>"
+            for k, (p, of) in zip("ab", sides, strict=True)
+        )
+        out += f'<h2>The argument that differs most</h2><div class="two">{"".join(drawn)}</div>'
+    tori = [torus_html(p, colours) for p, _ in sides]
+    if d.a.topology == d.b.topology and d.a.torus != d.b.torus and all(tori):
+        drawn = (f"<div><h3>{k}</h3>{torus}</div>" for k, torus in zip("ab", tori, strict=True))
+        out += f'<h2>Axes on the chips</h2><p class="dim">{TORUS}</p><div class="two">{"".join(drawn)}</div>'
+    return out
+
+
 def diff_body(d: PlanDiff, folded: bool = False) -> str:
     """The comparison as part of a page; ``folded``: arguments and collectives are shown only when they are opened."""
     colours = AxisColours(d.a.sizes, d.b.sizes)
@@ -335,12 +380,12 @@ def diff_body(d: PlanDiff, folded: bool = False) -> str:
         return f'<div class="card"><b>{name}</b>{colours.sizes(p.sizes).markup}{where}<br>{layout}{lowering}</div>'
 
     def section(table: Table) -> str:
-        body = table.html(3 * MAX_ROWS, sortable=not folded)
+        body = table.html(3 * MAX_ROWS, sortable=not folded and table.columns[0][1] != "path")
         if folded:
             return f"<details><summary>{table.title}</summary>{body}</details>"
         return f"<h2>{table.title}</h2>{body}"
 
     metrics, *differences = _tables(d, colours)
-    out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{metrics.html()}'
+    out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{_bars(d)}{metrics.html()}{_drawings(d, colours)}'
     out = f"<p><b>{escape(d.verdict)}</b></p>{out}"
     return out + ("".join(map(section, differences)) or "<p>The same plan.</p>")

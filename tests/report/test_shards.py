@@ -1,0 +1,103 @@
+"""Shardings of arguments as pictures in the terminal."""
+
+import io
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from rich.console import Console
+
+import meshpar as mp
+from meshpar._src.report.colours import PALETTE
+from meshpar._src.report.shards import shards_renderable
+from meshpar.errors import PatternError
+
+DIMS = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "w/norm": "embed", "w/scale": "", "x": "batch embed"}
+SHAPES = {"up": (2, 16, 32), "down": (2, 32, 16), "norm": (16,), "scale": ()}
+W = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+
+
+def planned(mesh, layout):
+    def step(w, x):
+        return (x * w["norm"] * w["scale"]) @ w["up"][0] @ w["down"][1]
+
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    return mp.plan(step, W, x, mesh=mesh, layout=layout, dims=DIMS)
+
+
+def shown(plan, pattern, width=80, colour=False):
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=colour, color_system="truecolor" if colour else None).print(
+        shards_renderable(plan, pattern)
+    )
+    return out.getvalue()
+
+
+def grid(text):
+    """The texts of the blocks of a picture, row by row."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if "│" in line]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "mlp: model",
+        "embed: data",
+        "mlp: data+model",
+        "mlp: model; embed: data",
+        "embed: model+data",
+        "layers: model",
+    ],
+)
+@pytest.mark.parametrize("path", ["w/up", "w/down", "w/norm", "w/scale", "x"])
+def test_blocks_have_the_devices_that_store_them(path, layout):
+    mesh = mp.mesh("data=4, model=2")
+    plan = planned("data=4, model=2", layout)
+    (h,) = [h for h in plan.inputs if h.path == path]
+    blocks = {}
+    for device, index in NamedSharding(mesh, h.spec).devices_indices_map(h.shape).items():
+        starts = tuple(s.start or 0 for s in index)
+        blocks.setdefault(starts, []).append(device.id)
+    cells = [text for row in grid(shown(plan, path)) for text in row]
+    want = ["all" if len(ids) == 8 else " ".join(map(str, ids)) for _, ids in sorted(blocks.items())]
+    if layout == "layers: model" and len(h.shape) == 3:
+        assert cells == ["0 2 4 6", "1 3 5 7"]  # layers are down, and embed or mlp across
+    else:
+        assert cells == want
+    assert f"{len(blocks)} shard" in shown(plan, path)
+
+
+def test_a_pattern_chooses_arguments_and_large_grids_are_shortened():
+    plan = planned("data=16, model=8", "mlp: model; embed, batch: data")
+    text = shown(plan, "w/*")
+    assert re.findall(r"^(\w+/\w+) ", text, re.MULTILINE) == [f"w/{name}" for name in sorted(SHAPES)]
+    up = shown(plan, "w/up")
+    assert grid(up)[0] == [str(k) for k in range(8)]
+    assert [row[0] for row in grid(up)] == ["0", "8", "16", "24", "32", "40", "…", "120"]
+    assert "float32[2, 1, 4] on 1 device each" in up
+    with pytest.raises(PatternError, match="matches no argument"):
+        plan.show("w/upp")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_pictures_have_the_width_of_the_terminal(width):
+    plan = planned("data=4, model=32", "mlp: model; batch: data")
+    lines = shown(plan, "w/down", width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert len(grid(shown(plan, "w/up", width))[0]) < 32
+
+
+def test_lines_between_shards_have_the_colour_of_the_axis():
+    plan = planned("data=4, model=2", "mlp: model; embed: data")
+    text = shown(plan, "w/up", colour=True)
+    data, model = (f"38;2;{';'.join(str(int(c[k : k + 2], 16)) for k in (1, 3, 5))}m" for c in PALETTE[:2])
+    assert len(re.findall(rf"\x1b\[{data}─+", text)) >= 3
+    assert len(re.findall(rf"\x1b\[{model}│", text)) == 4
+
+
+def test_show_prints_for_standard_output(capsys):
+    planned("data=4, model=2", "mlp: model").show("w/up")
+    assert "0 2 4 6" in capsys.readouterr().out
