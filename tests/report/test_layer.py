@@ -1,6 +1,5 @@
 """The drawing of a layer: its parts, the dims of the arrays between them, and the collectives of the loop's body."""
 
-import json
 from collections import Counter
 
 import jax
@@ -11,15 +10,21 @@ from browser import chromium
 from flax import linen as nn
 
 import meshpar as mp
-from meshpar._src.report.colours import AxisColours
-from meshpar._src.report.layer import layer_html
 
 LAYOUT = "; ".join(lab_program.RULES)
 
 
-def nodes_of(plan):
-    text = layer_html(plan, AxisColours(plan.sizes))
-    return json.loads(text.split('json">')[1].split("</script>")[0]) if text else []
+@pytest.fixture
+def nodes_of(page, tmp_path):
+    """A function that returns the nodes of the drawing of a plan, as the script of its page has them."""
+
+    def nodes(plan):
+        plan.save(tmp_path / "plan.html")
+        page.goto((tmp_path / "plan.html").as_uri())
+        data = page.locator("[data-draw=drawLayer] script")
+        return data.evaluate("(data) => layerNodes(JSON.parse(data.textContent))") if data.count() else []
+
+    return nodes
 
 
 def words(dims):
@@ -58,7 +63,7 @@ def unrolled(layout):
     return mp.plan(step, weights, x, dims=dims, mesh="data=4, model=4", topology="v5e:4x4", layout=layout)
 
 
-def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_connection():
+def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_connection(nodes_of):
     nodes = nodes_of(unrolled("batch: data; mlp, seq: model; embed: data"))
     names = [n["name"] for n in nodes if not (n["gates"] and not n["weights"])]
     assert names[1:] == ["norm", "up", "tanh", "down", "add"]
@@ -78,12 +83,12 @@ def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_c
     assert all(k < at for at, n in enumerate(nodes) for k, _ in n["sources"] if n["name"] != "tanh")
 
 
-def test_a_program_without_matmuls_has_no_drawing():
+def test_a_program_without_matmuls_has_no_drawing(nodes_of):
     x = jax.ShapeDtypeStruct((16,), jnp.float32)
     assert nodes_of(mp.plan(lambda x: x + 1, x, mesh="data=4", layout="batch: data", dims={"x": "batch"})) == []
 
 
-def test_without_a_chip_no_seconds_are_drawn():
+def test_without_a_chip_no_seconds_are_drawn(nodes_of):
     nodes = nodes_of(lab_program.planned(lab_program.MESH, LAYOUT, None))
     assert {n["time"] for n in nodes} == {""}
     assert all("s" not in g["cost"].split("B")[1] for n in nodes for w in n["weights"] for g in w["gates"])

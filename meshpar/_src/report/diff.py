@@ -29,8 +29,8 @@ from .facts import (
     lowering_text,
     rule_effects,
 )
-from .tables import Cell, Table, code, html_picture, key, number
-from .torus import TORUS, torus_html
+from .tables import Cell, Table, code, html_picture, number
+from .torus import torus_picture
 
 MAX_ROWS = 12
 """Arguments and collectives that the terminal lists; pages list three times as many."""
@@ -329,44 +329,31 @@ def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
 
 def _bars(d: PlanDiff) -> str:
     """The step times and the peaks of both plans as bars with their parts."""
-    times = {"a": time_of(d.a), "b": time_of(d.b)}
-    steps, peaks, shown = [], [], dict[str, str]()
-    for (name, time), plan in zip(times.items(), (d.a, d.b), strict=True):
-        if time is not None:
-            kernels = kernel_seconds(time)
-            parts = [("ink", kernels, "kernels"), ("wait", time.seconds - kernels, "exposed communication")]
-            steps.append(
-                [name, format_seconds(time.seconds), [(css, n, f"{of}: {format_seconds(n)}") for css, n, of in parts]]
-            )
-            shown.update((of, css) for css, _, of in parts)
+    sides = []
+    for name, plan in (("a", d.a), ("b", d.b)):
+        time = time_of(plan)
+        kernels = 0.0 if time is None else kernel_seconds(time)
         peak = max(memory_by_role(plan), key=lambda roles: sum(roles.values()), default={})
-        live = {role: n for role, n in peak.items() if n > 0}
-        text = format_memory(memory_of(plan).peak)
-        peaks.append([name, text, [(ROLE_CLASSES[of], n, f"{of}: {format_memory(n)}") for of, n in live.items()]])
-        shown.update((of, ROLE_CLASSES[of]) for of in live)
-    groups = [["step", steps]] * bool(steps) + [["peak memory of a device", peaks]]
-    return html_picture("drawBars", "step time and peak memory of both plans", groups) + key(
-        (css, of) for of, css in shown.items()
-    )
+        live = [[ROLE_CLASSES[role], role, n] for role, n in peak.items() if n > 0]
+        sides.append({"name": name, "seconds": time and [kernels, time.seconds - kernels], "memory": live})
+    return html_picture("drawBars", "step time and peak memory of both plans", sides)
 
 
 def _drawings(d: PlanDiff, colours: AxisColours) -> str:
     """The argument whose bytes differ most, on both meshes; and both placements on the chips, if they differ."""
+    pairs: list[tuple[str, list[str]]] = []
     sides = [(plan, _by_path(plan)) for plan in (d.a, d.b)]
-    common = [row for row in d.tensors if all(row[0] in by_path for _, by_path in sides)]
-    out = ""
+    common = [row for row in d.tensors if all(row[0] in of for _, of in sides)]
     if common:
         path, *_ = max(common, key=lambda row: abs(row[3] - row[4]))
-        drawn = (
-            f"<div><h3>{k}</h3>{shards_place(p, colours, of[path])}</div>"
-            for k, (p, of) in zip("ab", sides, strict=True)
-        )
-        out += f'<h2>The argument that differs most</h2><div class="two">{"".join(drawn)}</div>'
-    tori = [torus_html(p, colours) for p, _ in sides]
-    if d.a.topology == d.b.topology and d.a.torus != d.b.torus and all(tori):
-        drawn = (f"<div><h3>{k}</h3>{torus}</div>" for k, torus in zip("ab", tori, strict=True))
-        out += f'<h2>Axes on the chips</h2><p class="dim">{TORUS}</p><div class="two">{"".join(drawn)}</div>'
-    return out
+        pairs.append(("The argument that differs most", [shards_place(p, colours, of[path]) for p, of in sides]))
+    if d.a.topology == d.b.topology and d.a.torus != d.b.torus:
+        pairs.append(("Axes on the chips", [torus_picture(p, colours) for p, _ in sides]))
+    return "".join(
+        f'<h2>{title}</h2><div class="two"><div><h3>a</h3>{a}</div><div><h3>b</h3>{b}</div></div>'
+        for title, (a, b) in pairs
+        if a and b
+    )
 
 
 def diff_body(d: PlanDiff, folded: bool = False) -> str:

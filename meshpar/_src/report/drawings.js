@@ -1,8 +1,29 @@
 // Drawings of plan pages, from the data of the report: mesh axes on the chips.
 
+/** `8 along y, a ring, 2 chips apart: 2 groups share each link`. */
+function stageText({ dim, size, stride, wraps, fills }) {
+  const off = { slice: "over DCN", switch: "on the switch", core: "in the chip" }[dim];
+  if (fills.length || !dim) return `${size} in a ring through several dimensions`;
+  if (off) return `${size} ${off}`;
+  return `${size} along ${dim}, a ${wraps ? "ring" : "line"}${stride > 1 ? `, ${stride} chips apart: ${stride} groups share each link` : ""}`;
+}
+
+/** The table of the axes: placement, bytes and seconds of their collectives. */
+function torusTable(rows, timed) {
+  const cells = (tag, ...of) => of.slice(0, 4 + timed).map(([content, css]) => make(tag, { class: css }, ...[content].flat()));
+  return make("div", { class: "wide" }, make("table", {},
+    make("thead", {}, make("tr", {}, ...cells("th", ["axes"], ["placement"], ["sent", "n"], ["busiest link", "n more"], ["time", "n"]))),
+    make("tbody", {}, ...rows.map((row, k) => make("tr", { "data-row": k, tabindex: 0 }, ...cells("td",
+      [row.axes.map((axis, i) => make("span", { class: `chip on ${row.colours[i]}` }, axis))],
+      [row.stages.map((stage) => make("div", {}, `${stageText(stage)}: ${bytesText(stage.bytes)} each way`))],
+      [bytesText(row.sent), "n"], [bytesText(Math.max(0, ...row.stages.map((stage) => stage.bytes))), "n more"], [secondsText(row.seconds), "n"]))))));
+}
+
 /** Draw the chips and the links that the axes of each row of the table use; the rows and the chips choose a group. */
-function drawTorus(place, { extent, rings, rows }) {
-  const section = place.closest(".torus");
+function drawTorus(picture, { extent, rings, rows, timed }) {
+  const place = make("div", { class: "chips" }), section = make("div", { class: "torus" }, place, torusTable(rows, timed));
+  picture.prepend(section);
+  for (const row of rows) Object.assign(row, { colour: row.colours[0], stages: row.stages.filter((stage) => stage.dim && !stage.fills.length) });
   const solid = extent.z > 1, nodes = extent.switch > 1, boxes = extent.slice;
   const total = extent.x * extent.y * extent.z;
   const cap = (n, most) => Math.min(n, most);
@@ -117,7 +138,7 @@ function drawTorus(place, { extent, rings, rows }) {
     return row.stages.flatMap((stage) => members(base, row.stages).map((at) => [at, hop(at, stage)]).filter(([, d]) => d).map(([, d]) => make("path", {
       d, class: "hop", stroke: colour(row), fill: "none", "stroke-linecap": "round", "stroke-width": 1.6 + 3.4 * (stage.bytes / most),
       "data-axes": row.axes.join("+"), "data-stage": row.stages.indexOf(stage), "data-bytes": stage.bytes,
-    }, make("title", {}, `${row.axes.join("+")}: ${stage.text}`))));
+    }, make("title", {}, `${row.axes.join("+")}: ${stageText(stage)}: ${bytesText(stage.bytes)} each way on a link`))));
   }
 
   function draw(chosen) {
@@ -134,7 +155,7 @@ function drawTorus(place, { extent, rings, rows }) {
     });
     const what = nodes ? "nodes" : "slices";
     place.replaceChildren(make("svg", { viewBox: `0 0 ${width} ${height}`, style: `max-width:${Math.max(300, Math.min(width * 1.4, 620))}px`, role: "img",
-      "aria-label": place.dataset.label },
+      "aria-label": single.map((row) => `${row.axes[0]}: ${row.stages.map(stageText).join(", ")}`).join("; ") },
       ...ground(), ...shown.flatMap(pale), ...shown.flatMap(strong), ...devices),
     ...(shownBoxes < boxes ? [make("p", { class: "dim" }, `the first ${shownBoxes} of ${boxes} ${what}`)] : []));
   }
@@ -149,9 +170,60 @@ function drawTorus(place, { extent, rings, rows }) {
   return () => {};
 }
 
+/** The nodes of a layer in order: its input, parts of the model, and collectives between them; each with the dims of what it reads.
+ *  The ops of a module are one part, unless a node between them would read and feed it; without modules each matmul begins a part. */
+function layerNodes({ inputs, weights, steps, dims }) {
+  const start = { path: "", ops: [], sends: [], weights: new Map(), sources: new Map() }, nodes = [start];
+  const made = new Map(inputs.map((shard) => [shard, start])), stored = new Map(weights.map((shard) => [shard, { shard, sends: [] }]));
+  const add = (node) => { nodes.push(node); return node; };
+  const after = (node, other) => [...node.sources.keys()].some((source) => source === other || after(source, other));
+  const read = (node, shards) => shards.forEach((shard) => {
+    const weight = stored.get(shard);
+    if (weight) node.weights.set(weight.shard, node.weights.get(weight.shard)?.length ? node.weights.get(weight.shard) : weight.sends);
+    else if (made.has(shard) && made.get(shard) !== node && !node.sources.has(made.get(shard))) node.sources.set(made.get(shard), shard);
+  });
+  for (const step of steps) {
+    const active = step.reads.filter((shard) => made.has(shard)), kept = step.reads.map((shard) => stored.get(shard)).find(Boolean);
+    if (!active.length && !kept) continue; // constants
+    if (step.moves ? !step.sends.length : !step.op) {
+      step.makes.forEach((shard, k) => {
+        if (made.has(step.reads[k])) made.set(shard, made.get(step.reads[k]));
+        if (stored.has(step.reads[k])) stored.set(shard, stored.get(step.reads[k]));
+      });
+    } else if (!active.length) { // a weight, or what is computed from it alone
+      step.makes.forEach((shard) => stored.set(shard, { shard: kept.shard, sends: [...kept.sends, ...step.sends] }));
+    } else {
+      const sources = new Set(active.map((shard) => made.get(shard)));
+      let node = step.moves ? null : nodes.filter((one) => one.ops.length && (!step.path || one.path === step.path)).at(-1);
+      if (!node || [...sources].some((source) => source !== node && after(source, node)) || (!step.moves && !step.path && (step.matmul || !sources.has(node))))
+        node = add({ path: step.path, ops: [], sends: [], weights: new Map(), sources: new Map() });
+      if (!step.moves) node.ops.push(step);
+      node.sends.push(...step.sends);
+      read(node, step.moves ? active : step.reads);
+      step.makes.forEach((shard) => made.set(shard, node));
+    }
+  }
+  const shown = nodes.filter((node) => node === start || node.sources.size);
+  const paths = shown.filter((node) => node.ops.length && node.path).map((node) => node.path.split("/"));
+  const common = paths.length ? paths[0].findIndex((part, k) => paths.some((path) => path[k] !== part)) : 0;
+  const gate = ([op, colour, axes, bytes, seconds, hidden, why]) => ({ text: op, colour, axes, bytes, hidden, why, cost: bytesText(bytes) + (seconds ? `, ${secondsText(seconds)}` : "") });
+  return shown.map((node) => {
+    const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
+    const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
+    return {
+      name: (node.ops.length && (common < 0 ? "" : path.slice(common).at(-1))) || main?.op || "", part: node.ops.length > 0,
+      about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : "", gates: node.sends.map(gate),
+      weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
+      sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),
+    };
+  });
+}
+
 /** Draw a layer: its parts from top to bottom, in two columns where there is space, wires with dims, collectives as pills. */
-function drawLayer(place, nodes) {
-  return () => place.replaceChildren(layerPicture(place, nodes));
+function drawLayer(place, data) {
+  const nodes = layerNodes(data), script = place.firstChild;
+  place.classList.add("layer");
+  return () => place.replaceChildren(script, ...(nodes.length > 2 && nodes.length <= 60 ? [layerPicture(place, nodes)] : [make("p", { class: "dim" }, "The layer is not drawn: it has too few or too many parts.")]));
 }
 
 function layerPicture(place, nodes) {
@@ -190,7 +262,7 @@ function layerPicture(place, nodes) {
   nodes.forEach((node, k) => {
     for (const [source, dims] of node.sources) { level[k] = Math.max(level[k], level[source] + 1); readers[source].push([k, dims]); }
   });
-  const isGate = (node) => !node.about.includes("\n") && node.gates.length && !node.weights.length && node.name === "";
+  const isGate = (node) => !node.part;
   const isSum = (node) => node.name === "add" && !node.weights.length && !node.gates.length;
   const size = nodes.map((node, k) => {
     if (k === 0) return { w: 96, h: 22 };
@@ -280,13 +352,18 @@ function layerPicture(place, nodes) {
     ...wires, ...labels, ...boxes);
 }
 
-/** Groups of bars of one scale each: (title, bars), where a bar is (label, text, segments), and a segment (CSS class, amount, text). */
-function drawBars(place, groups) {
-  place.prepend(...groups.map(([title, bars]) => {
-    const longest = Math.max(...bars.map(([, , segments]) => segments.reduce((sum, [, n]) => sum + n, 0))) || 1;
-    return make("div", { class: "parts bars" }, make("div", {}, make("span", {}, title)), ...bars.map(([label, text, segments]) =>
-      make("div", {}, make("span", {}, label), make("span", { class: "track" }, ...segments.map(([css, n, of]) => make("i", { class: css, style: `width:${(100 * n) / longest}%`, title: of }))),
-        make("span", { class: "n" }, text))));
-  }));
+/** The step times of plans, and the peaks of a device, as bars with their parts. */
+function drawBars(place, sides) {
+  const kinds = new Map();
+  const bars = (title, text, of) => {
+    const shown = sides.filter(of), total = (side) => of(side).reduce((sum, [, , n]) => sum + n, 0), longest = Math.max(...shown.map(total)) || 1;
+    shown.flatMap(of).forEach(([css, name]) => kinds.set(css, name));
+    return shown.length ? [make("div", { class: "parts bars" }, make("div", {}, title), ...shown.map((side) =>
+      make("div", {}, make("span", {}, side.name), make("span", { class: "track" }, ...of(side).map(([css, name, n]) => make("i", { class: css, style: `width:${(100 * n) / longest}%`, title: `${name}: ${text(n)}` }))),
+        make("span", { class: "n" }, text(total(side))))))] : [];
+  };
+  const seconds = (side) => side.seconds && [["ink", "kernels", side.seconds[0]], ["wait", "exposed communication", side.seconds[1]]];
+  place.prepend(...bars("step", secondsText, seconds), ...bars("peak memory of a device", memoryText, (side) => side.memory),
+    make("div", { class: "key" }, ...[...kinds].map(([css, name]) => make("span", { class: css }, make("i", {}), name))));
   return () => {};
 }

@@ -19,12 +19,12 @@ from .colours import ROLE_CLASSES, AxisColours
 from .data import memory_picture, plan_json, roofline_picture, shards_data, shards_place, timeline_picture
 from .document import cell, page
 from .facts import RuleEffect
-from .layer import LAYER, layer_html
+from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
 from .tables import GROUP, Cell, Table, code, html_picture, key, number
 from .timeline import step_bounds
-from .torus import TORUS, torus_html
+from .torus import TORUS, torus_picture
 
 MIN_SHARE = 0.02
 """Of the step's time, of the parts that the verdict lists."""
@@ -79,8 +79,8 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Memory per device", memory_curve(plan), MEMORY),
         ("Roofline", roofline_picture(plan), ROOFLINE),
         ("Rules", rules_table(plan, colours), RULES),
-        ("Layer", layer_html(plan, colours), LAYER),
-        ("Axes on the chips", torus_html(plan, colours), TORUS),
+        ("Layer", layer_picture(plan, colours), LAYER),
+        ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
         ("Largest intermediate values", _values(plan, colours), ""),

@@ -10,7 +10,7 @@ function make(tag, attributes = {}, ...children) {
     else if (value === true) out.setAttribute(name, "");
     else if (value !== false && value != null) out.setAttribute(name, value);
   }
-  out.append(...children.filter((child) => child != null));
+  out.append(...children.filter((child) => child != null && child !== false));
   return out;
 }
 

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.box import SQUARE
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from ...errors import PatternError
@@ -16,12 +18,12 @@ from ..units import format_memory
 from .colours import AxisColours
 from .facts import argument_dims, shape_text
 
-MAX_ROWS, MAX_COLUMNS, MAX_DEVICES = 8, 8, 4
-"""Blocks of an array that are drawn, and devices of each that are listed."""
+MAX_BLOCKS, MAX_DEVICES, COLUMNS = 8, 4, 56
+"""Blocks along a dim and devices of a block that are drawn; columns of the terminal that blocks may take."""
 
 
 def shards_renderable(plan: Plan, pattern: str) -> Group:
-    """The arguments whose path matches a tree-path pattern, each as a grid of its shards.
+    """The arguments whose path matches a tree-path pattern, each as a grid of its shards with the devices that store them.
 
     Raises:
       PatternError: the pattern matches no argument.
@@ -30,81 +32,53 @@ def shards_renderable(plan: Plan, pattern: str) -> Group:
     if not chosen:
         fixes = did_you_mean(pattern, (h.path for h in plan.inputs), "arguments")
         raise PatternError(f"the pattern {pattern!r} matches no argument of the plan", fixes=fixes)
-    colours = AxisColours(plan.sizes)
-    return Group(*(part for k, h in enumerate(chosen) for part in ([Text()] * bool(k) + [_Shards(plan, h, colours)])))
+    return Group(*(_shards(plan, h, AxisColours(plan.sizes)) for h in chosen))
 
 
-class _Shards:
-    """An argument as a grid of its shards with the numbers of the devices, as wide as the terminal allows: two of its dims, sharded
-    ones first. Lines between shards have the colour of the axis. Along other dims the first shard is drawn."""
+def _shards(plan: Plan, h: ShardedArray, colours: AxisColours) -> Group:
+    """An argument as a grid of its shards: two of its dims, sharded ones first; the first shard along the others."""
+    sizes, dims = plan.sizes, argument_dims(h)
+    counts = [math.prod(sizes[a] for a in axes) for _, axes in dims]
+    shard = [-(-n // count) for n, count in zip(h.shape, counts, strict=True)]
+    devices, shards = math.prod(sizes.values()), math.prod(counts)
 
-    def __init__(self, plan: Plan, h: ShardedArray, colours: AxisColours):
-        self.h, self.colours, self.sizes = h, colours, plan.sizes
-        self.dims = argument_dims(h)
-        self.counts = [math.prod(self.sizes[a] for a in axes) for _, axes in self.dims]
-        self.shard = [-(-n // count) for n, count in zip(h.shape, self.counts, strict=True)]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        h, shards, devices = self.h, math.prod(self.counts), math.prod(self.sizes.values())
-        yield Text.assemble(
-            (h.path, "bold"), f"  {shape_text(h.dtype, h.shape)}  ", self.colours.dims(self.dims).terminal
-        )
-        copies = "each device" if shards == 1 else f"{devices // shards} device{'s' * (shards < devices)} each"
-        stored = f"{shards} shard{'s' * (shards > 1)} of {shape_text(h.dtype, self.shard)} on {copies}"
-        yield Text(f"{stored}, {format_memory(h.bytes)} a device", "dim")
-        ranked = sorted(range(len(self.dims)), key=lambda k: (self.counts[k] == 1, -h.shape[k]))[:2]
-        row, column = [None, None, *sorted(ranked)][-2:]
-        left, top = self._name(row), self._name(column)
-        down, across = (1 if k is None else self.counts[k] for k in (row, column))
-        margin = len(left) + 1
-        rows, last = _some(down, MAX_ROWS), self._devices({row: down - 1, column: across - 1})
-        width = len(last) + 2  # the last device has the longest number
-        columns = _some(across, max(3, min(MAX_COLUMNS, (options.max_width - margin - 1) // (width + 1))))
-        rule, between = Text("─" * width, self._ink(row)), Text("│", self._ink(column))
-        edge = Text("─" * width, "dim")
-        yield Text.assemble(" " * (margin + 1), top)
-        yield Text.assemble(
-            " " * margin, ("┌", "dim"), Text("┬", self._ink(column)).join([edge] * len(columns)), ("┐", "dim")
-        )
-        for n, i in enumerate(rows):
-            label = left if n == (len(rows) - 1) // 2 else Text()
-            cells = [Text(f"{self._devices({row: i, column: j}):^{width}}") for j in columns]
-            yield Text.assemble(label, " " * (margin - len(label)), ("│", "dim"), between.join(cells), ("│", "dim"))
-            if n < len(rows) - 1:
-                yield Text.assemble(
-                    " " * margin, ("├", "dim"), Text("┼", self._ink(row)).join([rule] * len(columns)), ("┤", "dim")
-                )
-        yield Text.assemble(
-            " " * margin, ("└", "dim"), Text("┴", self._ink(column)).join([edge] * len(columns)), ("┘", "dim")
-        )
-
-    def _name(self, k: int | None) -> Text:
+    def name(k: int | None) -> Text:
         """``embed:data 32 × 128``: a dim, its number of shards and their size; empty for None."""
-        if k is None:
-            return Text()
-        size = f" {self.counts[k]} × {self.shard[k]}" if self.counts[k] > 1 else f" {self.shard[k]}"
-        return Text.assemble(self.colours.dims([self.dims[k]]).terminal, size)
+        number = "" if k is None else f" {counts[k]} × {shard[k]}" if counts[k] > 1 else f" {shard[k]}"
+        return Text.assemble("" if k is None else colours.dims([dims[k]]).terminal, number)
 
-    def _ink(self, k: int | None) -> str:
-        """The style of the lines between the shards of a dim."""
-        return "dim" if k is None or self.counts[k] == 1 else self.colours.styles[self.dims[k][1][0]]
+    head = Text.assemble((h.path, "bold"), f"  {shape_text(h.dtype, h.shape)}  ", colours.dims(dims).terminal)
+    each = "each device" if shards == 1 else f"{devices // shards} device{'s' * (shards < devices)} each"
+    about = f"{shards} shard{'s' * (shards > 1)} of {shape_text(h.dtype, shard)} on {each}, {format_memory(h.bytes)} a device"
+    ranked = sorted(range(len(dims)), key=lambda k: (counts[k] == 1, -h.shape[k]))[:2]
+    row, column = [None, None, *sorted(ranked)][-2:]
+    down, across = (1 if k is None else counts[k] for k in (row, column))
+    width = len(_devices(plan, h, {row: down - 1, column: across - 1})) + 3  # the last device has the longest number
+    columns = _some(across, max(3, min(MAX_BLOCKS, COLUMNS // width)))
+    grid = Table(box=SQUARE, show_header=False, show_lines=True, border_style="dim")
+    for i in _some(down, MAX_BLOCKS):
+        grid.add_row(*(_devices(plan, h, {row: i, column: j}) for j in columns))
+    sides = Table.grid(padding=(0, 1))
+    sides.add_row("", name(column))
+    sides.add_row(Text("\n" * (len(grid.rows) // 2 * 2 + 1)) + name(row), grid)
+    return Group(head, Text(about, "dim"), sides)
 
-    def _devices(self, block: Mapping[int | None, int | None]) -> str:
-        """``0 4 8 +12``: the devices, numbered in the order of the mesh, that store a block, dim → its index; ``…`` for None."""
-        if None in block.values():
-            return "…"
-        at = dict(zip(self.sizes, np.indices(tuple(self.sizes.values())), strict=True))
-        stores = np.ones(tuple(self.sizes.values()), bool)
-        for k, (_, axes) in enumerate(self.dims):
-            index = np.zeros((), int)
-            for a in axes:
-                index = index * self.sizes[a] + at[a]
-            stores &= index == (block.get(k) or 0)
-        devices = np.flatnonzero(stores)
-        if len(devices) == stores.size:
-            return "all"
-        more = f" +{len(devices) - MAX_DEVICES}" if len(devices) > MAX_DEVICES else ""
-        return " ".join(map(str, devices[:MAX_DEVICES])) + more
+
+def _devices(plan: Plan, h: ShardedArray, block: Mapping[int | None, int | None]) -> str:
+    """``0 4 8 +12``: the devices, numbered in the order of the mesh, that store a block, dim → its index; ``…`` for None."""
+    if None in block.values():
+        return "…"
+    shape = tuple(plan.sizes.values())
+    at = dict(zip(plan.sizes, np.indices(shape), strict=True))
+    stores = np.ones(shape, bool)
+    for k, (_, axes) in enumerate(argument_dims(h)):
+        index = np.zeros((), int)
+        for a in axes:
+            index = index * plan.sizes[a] + at[a]
+        stores &= index == (block.get(k) or 0)
+    devices = np.flatnonzero(stores)
+    more = f" +{len(devices) - MAX_DEVICES}" if len(devices) > MAX_DEVICES else ""
+    return "all" if len(devices) == stores.size else " ".join(map(str, devices[:MAX_DEVICES])) + more
 
 
 def _some(n: int, most: int) -> list[int | None]:

@@ -1,73 +1,53 @@
-"""Where the mesh axes of a plan run on the chips of its slices or nodes, and what the links carry: a drawing and a table."""
+"""Where the mesh axes of a plan run on the chips of its slices or nodes, and what the links carry."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from html import escape
-from typing import Any
+from collections import defaultdict
+from dataclasses import asdict
 
 from ..hardware.topology import Stage, joined
-from ..plan.collectives import Collective, stage_bytes_sent
+from ..plan.collectives import stage_bytes_sent
 from ..plan.plan import Plan
-from ..units import format_bytes, format_seconds
 from .colours import AxisColours
 from .facts import CollectiveGroup, collective_groups
-from .tables import Cell, Table, html_picture, number
+from .tables import html_picture
 
 TORUS = (
     "The links of one group of each axis; the wider a line, the more bytes pass its links. A line that leaves the drawing "
-    "returns at the opposite side. Point at a row to see its axes alone, click a chip to see its groups. The order of the axes "
-    "of the mesh decides where they run."
+    "returns at the opposite side. Point at a row to see its axes alone, click a chip to see its groups. Bytes of a link are in "
+    "the direction with more of them. The order of the axes of the mesh decides where they run."
 )
 """The content of the section."""
 MIN_SHARE = 0.001
-OFF_TORUS = {"slice": "over DCN", "switch": "on the switch", "core": "in the chip"}
+"""Of the bytes of a plan, from which on collectives over several axes are listed."""
 
 
-def torus_html(plan: Plan, colours: AxisColours) -> str:
-    """The table of the axes with their collectives, and the data of the drawing; "" if the devices have no known positions.
-
-    Collectives over several axes have a row if they send at least ``MIN_SHARE`` of the bytes.
-    """
+def torus_picture(plan: Plan, colours: AxisColours) -> str:
+    """The place in which the axes and their collectives are drawn; "" if the devices have no known positions."""
     every = [part for stages in plan.torus.values() for s in stages for part in s.parts]
     extent = {d: math.prod(s.size for s in every if s.dim == d) for d in ("x", "y", "z", "core", "switch", "slice")}
-    if math.prod(extent.values()) != math.prod(plan.sizes.values()) or math.prod(extent.values()) == 1:
+    if not 1 < math.prod(extent.values()) == math.prod(plan.sizes.values()):
         return ""
-    groups = {
-        g.first.axes: g
-        for g in collective_groups(plan.collectives, lambda c: c.axes)
-        if len(g.first.axes) == 1 or g.bytes >= MIN_SHARE * plan.bytes_sent
-    }
-    rows, drawn, attributes = [], [], []
-    for axes in dict.fromkeys((*((a,) for a, n in plan.sizes.items() if n > 1), *groups)):
-        group = groups.get(axes, CollectiveGroup(()))
-        stages = stage_traffic(plan, axes, group.members)
-        loads = [(link_bytes(s, sent), _stage_text(s)) for s, sent in stages.items()]
-        most = max((load for load, _ in loads), default=0.0)
-        where = "<br>".join(f"{escape(text)}: {format_bytes(load)} each way" for load, text in loads)
-        of = number(format_bytes(group.bytes), group.bytes), number(format_bytes(most), most, css="more")
-        time = [number(format_seconds(group.seconds), group.seconds)] * (plan.chip is not None)
-        rows.append([colours.axes(axes), Cell("", markup=where), *of, *time])
-        attributes.append(f'data-row="{len(drawn)}" tabindex="0"')
-        drawn.append({"axes": axes, "colour": colours.first(axes), "stages": list(_stages(stages))})
+    groups = {g.first.axes: g for g in collective_groups(plan.collectives, lambda c: c.axes)}
+    listed = [axes for axes, g in groups.items() if len(axes) > 1 and g.bytes >= MIN_SHARE * plan.bytes_sent]
+    rows = []
+    for axes in (*((a,) for a, n in plan.sizes.items() if n > 1), *listed):
+        group, used = (
+            groups.get(axes, CollectiveGroup(())),
+            [s for a in axes for part in plan.torus[a] for s in part.parts],
+        )
+        sent: dict[Stage, float] = defaultdict(float, {} if group.members else {s: 0.0 for s, _ in joined(used)})
+        for c in group.members:
+            for stage, size in stage_bytes_sent(c, plan.torus):
+                sent[stage] += size * c.runs
+        stages = [{**asdict(s), "bytes": link_bytes(s, size)} for s, size in sent.items()]
+        colour = [colours.of[a] for a in axes]
+        rows.append({"axes": axes, "colours": colour, "stages": stages, "sent": group.bytes, "seconds": group.seconds})
     chip = plan.chip
-    torus = () if chip is None else chip.rings([extent[d] for d in "xyz"[: len(chip.torus)]])
-    label = "; ".join(f"{'+'.join(row['axes'])}: {', '.join(s['text'] for s in row['stages'])}" for row in drawn)
-    picture = html_picture("drawTorus", label, {"extent": extent, "rings": torus, "rows": drawn})
-    columns = [("axes", ""), ("placement", ""), ("sent", "n"), ("busiest link", "n more"), ("time", "n")]
-    table = Table(columns[: 4 + (chip is not None)], rows, attributes=attributes).html()
-    return f'<div class="torus">{picture}{table}</div>'
-
-
-def stage_traffic(plan: Plan, axes: tuple[str, ...], collectives: tuple[Collective, ...]) -> dict[Stage, float]:
-    """Stage of a group of axes → bytes that a device sends over its links in a step; the sum is that of the collectives."""
-    every = [s for a in axes for part in plan.torus[a] for s in part.parts]
-    out = {} if collectives else {s: 0.0 for s, _ in joined(every)}
-    for c in collectives:
-        for stage, sent in stage_bytes_sent(c, plan.torus):
-            out[stage] = out.get(stage, 0.0) + sent * c.runs
-    return out
+    rings = () if chip is None else chip.rings([extent[d] for d in "xyz"[: len(chip.torus)]])
+    data = {"extent": extent, "rings": rings, "rows": rows, "timed": chip is not None}
+    return html_picture("drawTorus", "mesh axes on the chips", data)
 
 
 def link_bytes(stage: Stage, sent: float) -> float:
@@ -77,26 +57,3 @@ def link_bytes(stage: Stage, sent: float) -> float:
     the dimension share its links.
     """
     return sent * stage.stride / (2 if stage.wraps else 1)
-
-
-def _stages(stages: dict[Stage, float]) -> Iterator[dict[str, Any]]:
-    """The stages as JSON data, with bytes on each link; without those whose order of devices along the torus is not known."""
-    for s, sent in stages.items():
-        if s.fills or not s.dim:
-            continue
-        load = link_bytes(s, sent)
-        text = f"{_stage_text(s)}: {format_bytes(load)} each way on a link"
-        yield {"dim": s.dim, "size": s.size, "stride": s.stride, "wraps": s.wraps, "bytes": load, "text": text}
-
-
-def _stage_text(stage: Stage) -> str:
-    """``2 along y, a line``; ``8 along y, a ring, 2 chips apart: 2 groups share each link``."""
-    if stage.fills:
-        return f"{stage.size} in a ring through {' × '.join(_stage_text(part) for part in stage.fills)}"
-    if not stage.on_torus:
-        return f"{stage.size} {OFF_TORUS[stage.dim]}"
-    if not stage.dim:
-        return f"{stage.size}"
-    kind = "a ring" if stage.wraps else "a line"
-    apart = f", {stage.stride} chips apart: {stage.stride} groups share each link" if stage.stride > 1 else ""
-    return f"{stage.size} along {stage.dim}, {kind}{apart}"
