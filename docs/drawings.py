@@ -303,7 +303,7 @@ SCHEMES = {
 
 
 def content(c: Any) -> str:
-    """What a collective sends: activations have a batch, and sums of other arrays are gradients."""
+    """The kind of array that a collective sends: activations have a batch; reductions of other arrays are of gradients."""
     if any(name in c.dims.split() for name in ("batch", "seq", "capacity", "tokens")):
         return "activations"
     return "gradients" if c.op in ("reduce-scatter", "all-reduce") else "weights"
@@ -318,14 +318,14 @@ def scheme_drawing(name: str) -> str:
         label(346, 24, mesh, "end", fill="var(--dim)"),
     ]
     body.append(rules_label(14, 44, rules, "start", ' font-weight="600" font-family="monospace" font-size="12"'))
-    for k, (what, dims, scope, row, column) in enumerate(arrays):
+    for k, (title_of, dims, scope, row, column) in enumerate(arrays):
         spec = (*layout.spec(dims, scope=scope or None), *[None] * 3)
         over = [(e,) if isinstance(e, str) else e or () for e in (spec[row], spec[column])]
         names = dims.split()
         x = 30 + k * 84
         drawn = array([(names[row], over[0]), (names[column], over[1])], sizes, x, 76, 54, 54)
         body += [part.replace("<text ", '<text font-size="11" ') for part in drawn]
-        body.append(label(x + 27, 146, what, fill="var(--dim)", style=' font-size="11.5"'))
+        body.append(label(x + 27, 146, title_of, fill="var(--dim)", style=' font-size="11.5"'))
     plans = {"expert": expert_plan, "pipeline": pipeline_plan}
     plan = plans[name](rules, mesh) if name in plans else block_plan().replan(layout=rules, mesh=mesh)
     sent: dict[tuple[str, str], dict[tuple[str, ...], float]] = {}

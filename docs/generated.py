@@ -226,25 +226,42 @@ GALLERY = (
 
 
 def gallery() -> str:
-    """One section for each model: a line about it, the numbers of its plan, a bar of its memory, and a link to the plan's page.
+    """A table of all models, then a section for each: a line about it, the numbers of its plan, a bar of its memory, and links.
 
     The pages of the plans are written into the working directory of the page's blocks.
     """
-    return "\n\n".join(_section(entry) for entry in GALLERY)
+    plans = [_planned(entry) for entry in GALLERY]
+    overview = [_overview(entry, plan) for entry, plan in zip(GALLERY, plans, strict=True)]
+    sections = [_section(entry, plan) for entry, plan in zip(GALLERY, plans, strict=True)]
+    return "\n\n".join([table(["model", "chips", "layout", "step", "MFU", "sent", "peak memory"], overview), *sections])
 
 
-def _section(entry: Entry) -> str:
-    """The section of one model; saves the page of its plan."""
-    module, function = entry.target.split(":")
-    text = f"examples/{module}.py:{function}"
-    target = load_target(text)
+def _overview(entry: Entry, plan: Plan) -> list[str]:
+    """The row of one model."""
+    assert plan.time is not None
+    function = entry.target.partition(":")[2]
+    numbers = [format_seconds(plan.time.seconds), f"{plan.time.mfu:.0%}", format_bytes(plan.bytes_sent)]
+    where = [f"[{function}](#{function})", f"`{entry.topology}`", f"`{entry.layout}`"]
+    return [*where, *numbers, format_memory(plan.memory.peak)]
+
+
+def _planned(entry: Entry) -> Plan:
+    """The plan of one model."""
+    target = load_target(f"examples/{entry.target.replace(':', '.py:')}")
     layout = target.layouts[entry.layout]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mp.errors.JoinWarning)  # the models have two names for some dims
-        plan = mp.plan(
+        return mp.plan(
             target.step, *target.args, dims=target.dims, mesh=entry.mesh, topology=entry.topology, layout=layout,
             donate_argnames="state",
         )  # fmt: skip
+
+
+def _section(entry: Entry, plan: Plan) -> str:
+    """The section of one model; saves the page of its plan."""
+    module, function = entry.target.split(":")
+    text = f"examples/{module}.py:{function}"
+    layout = load_target(text).layouts[entry.layout]
     plan.save(f"gallery_{function}.html")
     time = plan.time
     assert time is not None

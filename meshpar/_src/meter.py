@@ -223,8 +223,8 @@ def _scalars(metrics: Any) -> dict[str, float]:
 _FORMATS: dict[str, tuple[str, Callable[[float], str], int]] = {
     "step_seconds": ("{} a step", format_seconds, 7),
     "planned_ratio": ("{} × planned", "{:.2f}".format, 4),
-    "tokens_per_second": ("{} tokens/s", "{:,.0f}".format, 9),
-    "tokens_per_second_per_device": ("{} tokens/s/device", "{:,.0f}".format, 7),
+    "tokens_per_second": ("{} tokens/s", "{:,.0f}".format, 10),
+    "tokens_per_second_per_device": ("{} tokens/s/device", "{:,.0f}".format, 9),
     "mfu": ("MFU {}", "{:.1%}".format, 5),
     "peak_memory": ("peak memory {}", format_memory, 10),
     "peak_memory_share": ("({})", "{:.0%}".format, 4),

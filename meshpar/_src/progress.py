@@ -82,29 +82,21 @@ def _callback(title: str, progress: Callable[[str], None]) -> Iterator[Say]:
 def _terminal(title: str, console: Console) -> Iterator[Say]:
     """A line of the width of the terminal, which disappears at the end: spinner, elapsed time, title and text; for a
     :class:`Counted` text also a bar with the time left, and above it the results."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-    from rich.progress import SpinnerColumn as Spinner
+    from rich import progress as parts
     from rich.table import Column
 
     one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    text = TextColumn("{task.description}", markup=False, table_column=one_line)
+    text = parts.TextColumn("{task.description}", markup=False, table_column=one_line)
     shown = Counted(title, 0, 0)
 
-    class Bar(Progress):
+    class Bar(parts.Progress):
         def get_renderables(self) -> Iterator[Any]:
             yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in shown.results[-MAX_RESULTS:])
             self.columns = (*counted, *plain) if shown.total else plain
             yield self.make_tasks_table(self.tasks)
 
-    plain = Spinner(), TimeElapsedColumn(), text
-    counted = BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(compact=True)
+    plain = parts.SpinnerColumn(), parts.TimeElapsedColumn(), text
+    counted = parts.BarColumn(20), parts.MofNCompleteColumn(), parts.TimeRemainingColumn(compact=True)
     with Bar(*plain, console=console, transient=True, expand=True, redirect_stdout=False) as bar:
         task = bar.add_task(title, total=None)
 

@@ -69,7 +69,7 @@ def test_the_page_of_errors_runs_and_each_section_shows_its_class(tmp_path, monk
         sections = re.findall(r"^## (\w+)$", text[: block.begin], re.MULTILINE)
         if block.word == "error" or "show_warning(lambda" in block.code:
             raised += 1
-            assert output.startswith(f"{sections[-1]}: ")
+            assert blocks.plain(output).startswith(f"{sections[-1]}: ")
     assert raised >= 15
 
 
@@ -102,6 +102,13 @@ def test_output_stands_where_the_page_asks_for_it():
     output = "```{code-block} text\n:class: output\n\n…\nb\nc 1\n…\n```\n"
     want = f'Text.\n\n```python\nprint("a\\nb\\nc 1\\nd")\n```\n\n{output}\n\nMore.\n'
     assert blocks.rendered(page, "page.md") == want
+
+
+def test_colours_are_on_the_site_only():
+    page = '```python\nprint("\\x1b[1;94mdata\\x1b[0m < 4", "\\x1b[91mmodel\\x1b[0m")\n```\n<!-- output -->\n'
+    html = '<pre class="output"><span class="sgr-1 sgr-94">data</span> &lt; 4 <span class="sgr-91">model</span></pre>'
+    assert html in blocks.rendered(page, "page.md")
+    assert blocks.with_stored_output(page, "page.md").endswith("```text\ndata < 4 model\n```\n")
 
 
 STORED = "```python\nprint(1)\n```\n<!-- output -->\n\n```text\n{}\n```\n\nMore.\n"

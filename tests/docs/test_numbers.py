@@ -30,7 +30,7 @@ CLAIMED = re.compile(
     rf"(?<![\w.-])(?P<figures>{FIGURE}(?:\s?(?:to|–|→|and|or|of)\s{FIGURE})*)\s?(?P<unit>{UNIT})(?![\w/]|\s?\d)|(?<![\w.=-])(?P<bare>\d+\.\d+)(?!\w|\.\d)"
 )
 NAMES = re.compile(
-    r"(?:Apache|Python|jax|JAX|Llama|libtpu|[Bb]efore|GPT|version) \d[\w.]*(?: \d+B)?(?:(?:,| to| and) \d[\d.]*(?: \d+B)?)*|\b\d+B\b"
+    r"(?:Apache|Python|jax|JAX|Llama|libtpu|[Bb]efore|version):? \d[\w.]*(?: \d+B)?(?:(?:,| to| and) \d[\d.]*(?: \d+B)?)*|\b\d+B\b"
 )
 SOURCE = re.compile(r'<!-- from (?P<file>[\w/.-]+|=)(?: "(?P<lines>[^"]*)")?(?: (?P<value>.+?))? -->')
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

@@ -11,10 +11,11 @@ from browser import chromium
 from rich.console import Console
 
 import meshpar as mp
+from meshpar._src.report.colours import ROLE_CLASSES
 from meshpar._src.report.diff import Metric
 from meshpar._src.report.document import plain
-from meshpar._src.report.tables import shortened
-from meshpar._src.units import format_memory, format_seconds
+from meshpar._src.report.tables import ratio, shortened
+from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
@@ -49,6 +50,28 @@ def test_what_differs(found):
     assert (metrics["  all-reduce"].a, metrics["  all-reduce"].b) == (2 * sent, 0)
     changes = [metrics[name].change for name in ("sent by a device in a step", "  all-reduce", "  all-gather")]
     assert changes == ["=", "−100.0 %", ""]  # an all-reduce is a reduce-scatter and an all-gather
+
+
+def test_the_verdict_says_which_step_is_shorter_and_why():
+    fast, slow = planned("", "data=8"), planned("batch: data", "data=8")  # communication takes longest
+    verdict = fast.diff(slow).verdict
+    assert slow.seconds / fast.seconds > 2
+    assert verdict.startswith(f"b is {slow.seconds / fast.seconds:.1f} × slower: +")
+    assert verdict.endswith(" communication over `data`")
+    back = slow.diff(fast)
+    assert back.verdict.startswith(f"b is {100 * (1 - fast.seconds / slow.seconds):.0f} % faster: −")
+    assert str(back).startswith(back.verdict)
+    assert back.verdict.replace("−", "&#x2212;") in back._repr_html_() or back.verdict in back._repr_html_()
+    sent = planned("batch: data").diff(planned("batch: data; mlp: model", "data=4, model=2"))
+    assert " communication over `" in sent.verdict
+    mfu = next(m for m in back.metrics if m.name == "MFU")
+    assert mfu.change == f"+{100 * (mfu.b - mfu.a):.0f} points" or mfu.change == "="
+
+
+def test_the_verdict_without_a_chip_or_without_a_difference():
+    unknown = planned("batch: data", topology=None).diff(planned("", topology=None))
+    assert unknown.verdict == f"b sends 0 B a step, a {format_bytes(unknown.a.bytes_sent)}"
+    assert planned("batch: data").diff(planned("batch: data")).verdict.startswith("b takes as long as a, ")
 
 
 def test_the_same_plan():
@@ -95,14 +118,14 @@ def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
     assert [c["bytes"] for c in facts["constants"]] == [w.nbytes] == [facts["memory"]["by_kind"]["constants"]]
     closed.save(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
-    assert "constants 128.0 KiB" in page
+    assert f'["constants","{ROLE_CLASSES["constants"]}"]' in page
     assert "<td>constants</td>" in page
 
 
 def test_less_is_green_and_more_is_red_in_the_terminal(found):
     out = io.StringIO()
     Console(file=out, width=100, force_terminal=True, color_system="standard").print(found)
-    assert re.search("\x1b\\[32m *−100.0 %", out.getvalue())
+    assert re.search(r"\x1b\[32m *−100\.0 %", out.getvalue())
     assert "dim" in Metric("sent", 1.0, 1.0, "bytes").cell.css
     assert Metric("sent", 1.0, 2.0, "bytes").cell.terminal.style == "red"
 
@@ -173,3 +196,12 @@ def test_a_page_draws_the_argument_that_differs_most_and_both_times(tmp_path):
         assert widths[3] / widths[2] == pytest.approx(b.memory.peak / a.memory.peak, rel=1e-4)
         assert page.locator(".torus").count() == 2
         assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("actual", "text", "red"), [(1.27, "1.27", True), (1.09, "1.09", False), (0.8, "0.80", True), (None, "", False)]
+)
+def test_a_ratio_far_from_one_is_red(actual, text, red):
+    cell = ratio(actual, 1.0)
+    assert cell.text == text
+    assert bool(cell.terminal and "red" in str(cell.terminal.style)) == red

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import lab_program
 import pytest
-from browser import chromium
+from browser import CONTRASTS, chromium
 
 import meshpar as mp
 from meshpar._src.entry.cli import main
@@ -305,3 +305,18 @@ def test_the_picture_of_a_pipeline(browser, tmp_path, microbatches):
     assert "4 stages" in label
     assert f"{plan.pipeline.ticks} ticks" in label
     page.close()
+
+
+def test_every_control_has_a_name_and_every_text_can_be_read(page):
+    """Also the boxes of the timeline, the circles of the roofline and the cursor of the memory, in both colour schemes."""
+    focusable = page.locator("button, input, [tabindex]")
+    nameless = focusable.evaluate_all(
+        "all => all.filter((x) => !(x.getAttribute('aria-label') || x.textContent.trim() || x.labels?.length)).length"
+    )
+    assert focusable.count() > 20
+    assert nameless == 0
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for name in ("whole step", "one iteration of layers: backward"):
+            page.get_by_role("button", name=name).click()
+            assert page.evaluate(CONTRASTS) == []

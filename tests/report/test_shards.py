@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
+from rich.color import ColorSystem
 from rich.console import Console
+from rich.style import Style
 
 import meshpar as mp
-from meshpar._src.report.colours import PALETTE
+from meshpar._src.report.colours import AxisColours
 from meshpar._src.report.shards import shards_renderable
 from meshpar.errors import PatternError
 
@@ -91,8 +93,8 @@ def test_pictures_fit_a_terminal_of_80_columns():
 
 def test_names_of_axes_have_their_colours():
     text = shown(planned("data=4, model=2", "mlp: model; embed: data"), "w/up", colour=True)
-    data, model = (f"38;2;{';'.join(str(int(c[k : k + 2], 16)) for k in (1, 3, 5))}m" for c in PALETTE[:2])
-    assert text.count(f"{data}data") == text.count(f"{model}model") == 2
+    for axis, style in AxisColours(["data", "model"]).styles.items():
+        assert text.count(Style.parse(style).render(axis, color_system=ColorSystem.TRUECOLOR)) == 2
 
 
 def test_show_prints_for_standard_output(capsys):

@@ -4,6 +4,8 @@ import itertools
 import json
 import math
 
+import jax
+import jax.numpy as jnp
 import lab_program
 import pytest
 
@@ -110,6 +112,10 @@ def test_what_bounds_a_step():
     ops = batched("", "v5e:1x1", "data=1").time.ops
     by_traffic = sum(o.seconds * o.count for o in ops if o.traffic_seconds >= max(o.matmul_seconds, o.vector_seconds))
     assert (bound, seconds) == ("memory traffic", pytest.approx(by_traffic))
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    where = {"mesh": "data=1", "topology": "v5e:1x1", "layout": "", "dims": {"x": "batch embed", "w": "embed mlp"}}
+    square = mp.plan(lambda x, w: x @ w, x, x, **where)
+    assert step_bounds(square) == [("matmuls", pytest.approx(square.seconds))]
     sent = dict(step_bounds(batched("batch: data; mlp: model", "v5e:4x4")))
     assert sent["exposed communication over model"] > 0
     plan = lab_program.pipelined(stages=4, microbatches=8)

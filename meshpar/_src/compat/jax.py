@@ -757,7 +757,7 @@ def module_of(eqn: JaxprEqn) -> str:
     A rematerialized module of Flax has its complete path after that of the module that calls it, which is left out.
     """
     scopes = (re.sub(r"^(?:\w+\()+|\)+$", "", scope) for scope in _text(eqn.source_info.name_stack).split("/"))
-    path = [s for s in scopes if s and s not in _CONTROL_FLOW_SCOPES]
+    path = [s for s in scopes if s and "->" not in s and s not in _CONTROL_FLOW_SCOPES]  # without einsums
     for i in range(len(path) - 1, 0, -1):
         if path[:i] == path[i : 2 * i]:
             return "/".join(path[i:])

@@ -89,7 +89,8 @@ def memory_by_role(plan: Plan) -> list[dict[str, float]]:
     (:data:`GATHERED`). In each, the roles add up to the point's bytes."""
     memory, roles = memory_of(plan), buffer_roles(plan)
     live: dict[Buffer, float] = {}
-    total, done, out = dict.fromkeys((*ROLES, GATHERED), 0.0), 0, []
+    total: dict[str, float] = dict.fromkeys((*ROLES, GATHERED), 0.0)
+    done, out = 0, list[dict[str, float]]()
 
     def role_of(item: Buffer) -> str:
         role, made = roles(item), item.made_by

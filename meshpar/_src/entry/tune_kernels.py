@@ -20,7 +20,7 @@ from meshpar_kernels.shapes import MATMULS, MatmulShape
 from meshpar_kernels.tuning import MatmulKey
 
 from ...errors import CheckError, TargetError
-from ..report.tables import Cell, Table, number
+from ..report.tables import GROUP, Cell, Table, number
 from .target import parse_options
 
 ABOUT = """\
@@ -172,16 +172,20 @@ def tune_matmuls(
 
 def _show(tables: tuning.Table, file: Path, console: Console) -> None:
     """Print a table of tuned tiles, with the measured and the analytic choice's milliseconds."""
-    names = ("device", "matmul", "dtype", "tile (rows, K, N)", "options")
-    rows = []
+    rows: list[list[Cell]] = []
+    attributes: list[str] = []
     for kind, classes in tables.items():
+        rows.append([Cell(kind), *[Cell("")] * 4])
+        attributes.append(GROUP)
         for shape, dtypes in classes.items():
             for dtype, entry in dtypes.items():
                 c = entry.config
                 options = {"stages": c.stages, "blocks": c.num_sms, "cluster": c.cluster, "ping-pong": c.pingpong}
-                given = ", ".join(f"{k}={v}" if v is not True else k for k, v in options.items() if v)
+                given = " ".join(f"{k}={v}" if v is not True else k for k, v in options.items() if v)
                 times = (number(f"{1e3 * s:.3f}", s) for s in (entry.seconds, entry.analytic_seconds))
-                rows.append([*map(Cell, (kind, shape, dtype, str(c.tile), given)), *times])
-    columns = [*((name, "") for name in names), ("ms", "n"), ("analytic choice, ms", "n")]
-    table = Table(columns, rows, f"tiles of the grouped matmuls, medians; {file}").terminal()
+                rows.append([*map(Cell, (f"{shape} {dtype}", str(c.tile), given)), *times])
+                attributes.append("")
+    columns = [("matmul", ""), ("rows, K, N", ""), ("options", ""), ("ms", "n"), ("analytic", "n")]
+    title = f"tiles of the grouped matmuls: medians, and those of the analytic choice; {file}"
+    table = Table(columns, rows, title, attributes).terminal()
     console.print(table if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry.")

@@ -88,7 +88,7 @@ export function mount(root, ask, linked = false) {
   const plot = make("div", { class: "candidates" });
   const notice = make("div", { class: "error notice", role: "alert", hidden: true });
   const lowering = make("select", { "aria-label": "lowering", change: () => { remember(); state.lowering = lowering.value; plan(); fillStart(); } });
-  const sizeFields = make("div", { class: "row", hidden: true });
+  const sizeFields = make("div", { class: "flow", hidden: true });
   const sizeError = make("div", { class: "error", role: "alert", hidden: true });
   const topology = make("input", {
     class: "mono", spellcheck: "false", "aria-label": "topology", placeholder: "v5e:16x16", size: "14",
@@ -129,7 +129,7 @@ export function mount(root, ask, linked = false) {
   const nameSection = make("details", { class: "names", hidden: true }, make("summary", {}, "Names of dims, inferred from their uses"),
     make("p", { class: "dim" }, "Nobody named a dim, so the program's uses did. A wrong name costs time, never a result. Click one to change it."),
     make("table", {}, make("thead", {}, make("tr", {}, ...["dim", "size", "arrays", "certain", "evidence"].map((head) =>
-      make("th", { scope: "col", class: head === "arrays" ? "n" : "" }, head)))), nameRows), nameError, make("p", { class: "row" }, copyNames));
+      make("th", { scope: "col", class: head === "arrays" ? "n" : "" }, head)))), nameRows), nameError, make("p", { class: "flow" }, copyNames));
   const cards = make("div", { class: "metrics", "aria-label": "metrics of the plan" });
   const facts = make("section", { "aria-label": "mesh, lowering, chip and JAX version" });
   const compiled = make("section", { hidden: true });
@@ -148,14 +148,14 @@ export function mount(root, ask, linked = false) {
         "or run until you ask for it."), notice),
     make("div", { class: "bench" },
       make("div", { class: "controls" },
-        make("section", {}, make("h2", {}, "Start from"), start, plot, make("p", { class: "row" }, suggest, progress, searched),
+        make("section", {}, make("h2", {}, "Start from"), start, plot, make("p", { class: "flow" }, suggest, progress, searched),
           hint("Search plans some hundred meshes and layouts and shows the fastest that fits. Each is a point of the plot.")),
-        make("section", {}, make("h2", {}, "Mesh"), make("p", { class: "row" }, make("label", { class: "row dim" }, "of ", topology),
-          make("label", { class: "row dim" }, "lowering ", lowering)), bar, meshInput, meshError, sizeFields, sizeError),
+        make("section", {}, make("h2", {}, "Mesh"), make("p", { class: "flow" }, make("label", { class: "flow dim" }, "of ", topology),
+          make("label", { class: "flow dim" }, "lowering ", lowering)), bar, meshInput, meshError, sizeFields, sizeError),
         make("section", {}, make("h2", {}, "Layout"),
           make("p", { class: "dim" }, "In order: an axis goes to the first rule whose dim is present."),
           list, text, layoutError, more,
-          make("p", { class: "row" }, ...[undo, textButton, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine, nameSection)),
+          make("p", { class: "flow" }, ...[undo, textButton, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine, nameSection)),
       make("div", { class: "results" }, cards,
         make("div", { class: "pin" }, pin, hint("Pin this plan, then change a rule or load another layout: the page says why the new plan is faster or slower.")),
         pins.section, facts, compiled, panels)),
@@ -724,7 +724,7 @@ export function mount(root, ask, linked = false) {
         return details;
       };
       const load = () => { remember(); use({ ...pinned, rules: asRules(pinned.layout.replaceAll("; ", "\n")) }); };
-      return make("div", { class: "card" }, make("div", { class: "row" }, make("strong", {}, texts[0]), make("span", {}, texts[1]),
+      return make("div", { class: "card" }, make("div", { class: "flow" }, make("strong", {}, texts[0]), make("span", {}, texts[1]),
         make("code", {}, [pinned.mesh, pinned.layout || "(nothing sharded)", pinned.sizes].filter(Boolean).join(": ")),
         button("Show", load, "restore this plan"), button("Unpin", () => { state.pinned.splice(k, 1); plan(); }, "forget this plan")),
       ...(isShown(pinned) ? [make("p", { class: "dim" }, "This is the plan that the page shows.")] :

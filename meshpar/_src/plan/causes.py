@@ -139,8 +139,8 @@ class Causes:
         for i, a in _lost(have, need):
             dim = self.dim(value, i)
             made[f"`{a}` on `{dim}`"] = None
-            whole = f"`{dim}` not split over `{a}`" if need[i] else f"all of `{dim}`"
-            kept[f"`{a}` on `{on[a]}`" if a in on else whole] = None
+            full = f"`{dim}` not split over `{a}`" if need[i] else f"all of `{dim}`"
+            kept[f"`{a}` on `{on[a]}`" if a in on else full] = None
         if not made:
             return f"{makes} with the axes of a dim in another order than the layout stores it"
         return f"{makes} with {' and '.join(made)}, but the layout stores it with {' and '.join(kept)}"

@@ -14,10 +14,9 @@ from ..compat.jax import axes_of_spec, equations, in_auto_mesh, make_jaxpr, shar
 from ..layout import AnyMesh
 from ..rules.control_flow import run_bodies
 from ..units import mesh_text
-from .casts import with_merged_casts
+from .casts import with_merged_casts, with_sunk_reductions
 from .jaxprs import inline, rewrite, with_eqns
 from .primitives import place_p
-from .sink import with_sunk_reductions
 from .sums import with_matmuls_added_first
 
 

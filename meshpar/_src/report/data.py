@@ -76,7 +76,8 @@ def timeline_picture(plan: Plan, colours: AxisColours) -> str:
     if line is None:
         return ""
     lanes = {COMPUTE, *(span.lane for span, _ in line.walk())} - {LOOP}
-    data = {**asdict(line), "lanes": sorted(lanes, key=lambda lane: (lane != COMPUTE, lane)), "colours": colours.of}
+    tree = asdict(line, dict_factory=lambda items: {key: value for key, value in items if value not in ("", (), None)})
+    data = {**tree, "lanes": sorted(lanes, key=lambda lane: (lane != COMPUTE, lane)), "colours": colours.of}
     return html_picture("drawTimeline", f"timeline of a step of {title(plan)}: {format_seconds(line.seconds)}", data)
 
 
@@ -85,7 +86,7 @@ def memory_picture(plan: Plan) -> str:
     phases, stacks = kernel_phases(plan), memory_by_role(plan)
     roles = [role for role in ROLE_CLASSES if any(stack[role] > 0 for stack in stacks)]
     points = [
-        [phases[node], node.name, node.source, *(stack[role] for role in roles)]
+        [phases[node], node.name, node.source, *(round(stack[role]) for role in roles)]
         for (_, _, node), stack in zip(memory_of(plan).points, stacks, strict=True)
     ]
     capacity = None if plan.chip is None else plan.chip.per_device().hbm

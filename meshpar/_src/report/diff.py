@@ -15,6 +15,7 @@ from ..cost.memory import memory_by_role, memory_of
 from ..cost.time import time_of
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
+from . import facts
 from .colours import ROLE_CLASSES, AxisColours
 from .data import shards_place
 from .document import Document
@@ -23,13 +24,12 @@ from .facts import (
     argument_dims,
     collective_groups,
     dims_text,
-    fits,
     kernel_seconds,
     layout_text,
     lowering_text,
     rule_effects,
 )
-from .tables import Cell, Table, code, html_picture, number
+from .tables import Cell, Table, code, hanging, html_picture, number
 from .torus import torus_picture
 
 MAX_ROWS = 12
@@ -67,7 +67,7 @@ class Metric:
 
     @property
     def change(self) -> str:
-        """``−25.0 %``, ``+210 %``, ``=``, of a share ``+12 points``; empty where ``a`` is missing or negligible beside ``b``."""
+        """``−25.0 %``, ``+210 %``, ``=``, of a share ``+12 points``; empty where ``a`` is missing or negligible next to ``b``."""
         r = self.ratio
         if r is not None and abs(r - 1) < 5e-4:
             return "="
@@ -127,7 +127,7 @@ class PlanDiff(Document):
     @property
     def verdict(self) -> str:
         """Which plan fits, and which step is shorter, with the part of the step that differs most, as a sentence."""
-        texts = [f"{name} does not fit" for name, p in (("a", self.a), ("b", self.b)) if fits(p) is False]
+        texts = [f"{name} does not fit" for name, p in (("a", self.a), ("b", self.b)) if facts.fits(p) is False]
         a, b = time_of(self.a), time_of(self.b)
         if a is None or b is None or not a.seconds:
             sent = Metric("", self.a.bytes_sent, self.b.bytes_sent, "bytes")
@@ -154,11 +154,11 @@ class PlanDiff(Document):
     def __rich__(self) -> Any:
         """The comparison for a terminal: a verdict, both plans, the table of metrics, and a table for each section that differs."""
         colours = AxisColours(self.a.sizes, self.b.sizes)
-        heads = [Text.assemble((f"{k}  ", "bold"), _side(p, colours)) for k, p in (("a", self.a), ("b", self.b))]
+        sides = hanging([(Text(k, "bold"), _side(p, colours)) for k, p in (("a", self.a), ("b", self.b))])
         metrics, *differences = _tables(self, colours)
         verdict = colours.layout(self.verdict)
         verdict.stylize("bold")
-        parts: list[Any] = [verdict, *heads, Text(), metrics.terminal()]
+        parts: list[Any] = [verdict, sides, Text(), metrics.terminal()]
         for table in differences:
             parts += [Text(), table.terminal(MAX_ROWS)]
         return Group(*parts, *([] if differences else [Text(), Text("the same plan")]))
@@ -316,7 +316,7 @@ def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
             f"{count} argument{'s are' if count != 1 else ' is'} sharded differently",
         ),
         Table(
-            [("collective", ""), ("axes", ""), ("dims", ""), ("sent in a", "n"), ("in b", "n")],
+            [("collective", "word"), ("axes", "word"), ("dims", ""), ("sent in a", "n"), ("in b", "n")],
             list(collectives()),
             "Collectives that differ, bytes in a step",
         ),

@@ -1,11 +1,11 @@
 // Drawings of plan pages, from the data of the report: mesh axes on the chips.
 
-/** `8 along y, a ring, 2 chips apart: 2 groups share each link`. */
+/** `8 along y, a ring, stride 2: 2 groups share each link`. */
 function stageText({ dim, size, stride, wraps, fills }) {
   const off = { slice: "over DCN", switch: "on the switch", core: "in the chip" }[dim];
   if (fills.length || !dim) return `${size} in a ring through several dimensions`;
   if (off) return `${size} ${off}`;
-  return `${size} along ${dim}, a ${wraps ? "ring" : "line"}${stride > 1 ? `, ${stride} chips apart: ${stride} groups share each link` : ""}`;
+  return `${size} along ${dim}, a ${wraps ? "ring" : "line"}${stride > 1 ? `, stride ${stride}: ${stride} groups share each link` : ""}`;
 }
 
 /** The table of the axes: placement, bytes and seconds of their collectives. */
@@ -64,7 +64,7 @@ function drawTorus(picture, { extent, rings, rows, timed }) {
   }
 
   /** The path of the message of a device to the next one of its stage; "" if it has none, null if it is not drawn. */
-  function hop(at, stage, whole) {
+  function hop(at, stage) {
     const from = center(at), dim = dimOf(stage), digit = Math.floor(at[dim] / stage.stride) % stage.size, half = chip / 2;
     if (!drawn(at)) return null;
     if (stage.dim === "slice") return `M${from.x + 2} ${from.y - half}V${Math.floor(at.slice / across) * box.height + 17}`;
@@ -153,11 +153,11 @@ function drawTorus(picture, { extent, rings, rows, timed }) {
         click: () => { base = at; draw(chosen); },
       }, make("title", {}, ["x", "y", "z", "core", "slice"].filter((d) => (nodes && d === "x") || extent[d] > 1).map((d) => `${nodes ? { x: "GPU", slice: "node" }[d] : d} ${at[d]}`).join(", ")));
     });
-    const what = nodes ? "nodes" : "slices";
+    const boxName = nodes ? "nodes" : "slices";
     place.replaceChildren(make("svg", { viewBox: `0 0 ${width} ${height}`, style: `max-width:${Math.max(300, Math.min(width * 1.4, 620))}px`, role: "img",
       "aria-label": single.map((row) => `${row.axes[0]}: ${row.stages.map(stageText).join(", ")}`).join("; ") },
       ...ground(), ...shown.flatMap(pale), ...shown.flatMap(strong), ...devices),
-    ...(shownBoxes < boxes ? [make("p", { class: "dim" }, `the first ${shownBoxes} of ${boxes} ${what}`)] : []));
+    ...(shownBoxes < boxes ? [make("p", { class: "dim" }, `the first ${shownBoxes} of ${boxes} ${boxName}`)] : []));
   }
   for (const row of section.querySelectorAll("tr[data-row]")) {
     const k = Number(row.dataset.row);
@@ -170,7 +170,7 @@ function drawTorus(picture, { extent, rings, rows, timed }) {
   return () => {};
 }
 
-/** The nodes of a layer in order: its input, parts of the model, and collectives between them; each with the dims of what it reads.
+/** The nodes of a layer in order: its input, parts of the model, and collectives between them; each with the dims of the arrays that it reads.
  *  The ops of a module are one part, unless a node between them would read and feed it; without modules each matmul begins a part. */
 function layerNodes({ inputs, weights, steps, dims }) {
   const start = { path: "", ops: [], sends: [], weights: new Map(), sources: new Map() }, nodes = [start];
@@ -190,13 +190,13 @@ function layerNodes({ inputs, weights, steps, dims }) {
         if (made.has(step.reads[k])) made.set(shard, made.get(step.reads[k]));
         if (stored.has(step.reads[k])) stored.set(shard, stored.get(step.reads[k]));
       });
-    } else if (!active.length) { // a weight, or what is computed from it alone
+    } else if (!active.length) { // a weight, or a value computed from it alone
       step.makes.forEach((shard) => stored.set(shard, { shard: kept.shard, sends: [...kept.sends, ...step.sends] }));
     } else {
       const sources = new Set(active.map((shard) => made.get(shard)));
       let node = step.moves ? null : nodes.filter((one) => one.ops.length && (!step.path || one.path === step.path)).at(-1);
       if (!node || [...sources].some((source) => source !== node && after(source, node)) || (!step.moves && !step.path && (step.matmul || !sources.has(node))))
-        node = add({ path: step.path, ops: [], sends: [], weights: new Map(), sources: new Map() });
+        node = add({ path: step.path ?? "", ops: [], sends: [], weights: new Map(), sources: new Map() });
       if (!step.moves) node.ops.push(step);
       node.sends.push(...step.sends);
       read(node, step.moves ? active : step.reads);
@@ -257,7 +257,7 @@ function layerPicture(place, nodes) {
       make("title", {}, `${gate.text} over ${gate.axes}${gate.hidden ? ", overlaps with kernels" : ""}: ${gate.cost}\n${gate.why}`));
   }
 
-  // levels: a node is below all that it reads; a collective is directly above its first reader
+  // levels: a node is below its sources; a collective is directly above its first reader
   const level = nodes.map(() => 0), readers = nodes.map(() => []);
   nodes.forEach((node, k) => {
     for (const [source, dims] of node.sources) { level[k] = Math.max(level[k], level[source] + 1); readers[source].push([k, dims]); }
@@ -289,10 +289,10 @@ function layerPicture(place, nodes) {
   const across = Math.max(...levels.map((of) => of.length)), columnWidth = 2 * MARGIN + Math.max(across * (WIDTH + GAP) - GAP, 300);
   const at = nodes.map(() => null), bottoms = [0, 0];
   levels.forEach((of, k) => {
-    const column = k < cut ? 0 : 1, x0 = column * (columnWidth + 24) + MARGIN, room = columnWidth - 2 * MARGIN;
+    const column = k < cut ? 0 : 1, x0 = column * (columnWidth + 24) + MARGIN, space = columnWidth - 2 * MARGIN;
     if (k === cut) bottoms[1] = 42;
-    const y = bottoms[column] + (k === 0 ? 6 : 0), step = room / of.length;
-    of.forEach((node, i) => { at[node] = { x: of.length === 1 ? x0 + room / 2 : x0 + room / 2 + (i - (of.length - 1) / 2) * Math.min(step, WIDTH + GAP), y, column }; });
+    const y = bottoms[column] + (k === 0 ? 6 : 0), step = space / of.length;
+    of.forEach((node, i) => { at[node] = { x: of.length === 1 ? x0 + space / 2 : x0 + space / 2 + (i - (of.length - 1) / 2) * Math.min(step, WIDTH + GAP), y, column }; });
     const labels = Math.max(1, ...of.map((node) => (readers[node].length ? wrapped(readers[node][0][1], of.length > 1 ? WIDTH : 300).length : 1)));
     bottoms[column] = y + height[k] + 22 + LINE * labels;
   });

@@ -9,13 +9,13 @@ from html import escape
 import jax
 
 from ..cost.decoding import decoding_of
-from ..cost.memory import Memory, memory_by_role, memory_of
+from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, with_article
 from . import facts
-from .colours import ROLE_CLASSES, AxisColours
+from .colours import AxisColours
 from .data import memory_picture, plan_json, roofline_picture, shards_data, shards_place, timeline_picture
 from .document import cell, page
 from .facts import RuleEffect
@@ -167,8 +167,8 @@ def cards(plan: Plan) -> str:
         below = (facts.time_bounds(time), facts.blocking_collectives(plan), facts.calibration_text(plan))
         about = escape("; ".join(filter(None, below)))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
-        bottleneck = f"largest part: {escape(time.bottleneck.split(':')[0])}"
-        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bottleneck))
+        bound = f"bound by {escape(step_bounds(plan)[0][0])}" if time.seconds else ""
+        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bound))
     else:
         shown.append(("step time", "–", 0.0, "", NOT_ESTIMATED))
     if decoding := decoding_of(plan):
@@ -262,26 +262,9 @@ def tensors(plan: Plan, colours: AxisColours) -> str:
 
 def memory_curve(plan: Plan) -> str:
     """Live bytes over the ops of a step by role, the capacity of the device, and the peak with its largest arrays."""
-    memory = memory_of(plan)
-    if not memory.points:
-        return ""
-    source = f" at {memory.peak_source}" if memory.peak_source else ""
-    padding = facts.padding_text(plan)
+    memory, padding = memory_of(plan), facts.padding_text(plan)
     about = f'<p class="dim">{escape(padding)}</p>' if padding else ""
-    return (
-        f"{memory_picture(plan)}<h3>the peak{escape(source)}</h3>{_peak_kinds(plan)}{about}"
-        f"{_peak_arrays(memory, bool(padding))}"
-    )
-
-
-def _peak_kinds(plan: Plan) -> str:
-    """The roles of the arrays at the peak, as one bar with a legend."""
-    highest = max(memory_by_role(plan), key=lambda stack: sum(stack.values()))
-    kinds = [(ROLE_CLASSES[kind], f"{kind} {format_memory(n)}", n) for kind, n in highest.items() if n > 0]
-    bars = "".join(
-        f'<i class="{colour}" style="flex:{n:.0f} 0 0" title="{escape(text)}"></i>' for colour, text, n in kinds
-    )
-    return f'<div class="stack">{bars}</div>{key((colour, text) for colour, text, _ in kinds)}'
+    return memory_picture(plan) + about + _peak_arrays(memory, bool(padding)) if memory.points else ""
 
 
 def _peak_arrays(memory: Memory, padding: bool) -> str:

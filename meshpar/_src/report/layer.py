@@ -70,15 +70,8 @@ def layer_picture(plan: Plan, colours: AxisColours) -> str:
             (c.op, colours.first(c.axes), "+".join(c.axes), c.bytes, c.seconds, id(c) in hidden, c.explanation)
             for c in every
         ]
-        row = {
-            "reads": reads,
-            "makes": makes,
-            "sends": sends,
-            "moves": isinstance(step, ShardingChange),
-            "op": "",
-            "path": "",
-        }
-        if op is not None and not isinstance(step, Barrier):
+        row = {"reads": reads, "makes": makes, "sends": sends, "moves": isinstance(step, ShardingChange)}
+        if op is not None and not isinstance(step, Barrier | ShardingChange):
             row |= {"op": op.label, "path": op.module, "source": op.source, "seconds": seconds.pop(op, 0.0)}
         drawn.append({**row, "matmul": _is_matmul(step)})
     inputs = body.inputs if body is not plan.body else [s for step in steps for s in step.reads]

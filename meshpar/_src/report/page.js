@@ -2,7 +2,7 @@
 
 const SVG = document.createRange().createContextualFragment("<svg></svg>").firstChild.namespaceURI;
 
-/** An element. Attributes that are functions are listeners; children are elements or texts. */
+/** An element. Attributes that are functions are listeners; children are elements or texts; null and false are none. */
 function make(tag, attributes = {}, ...children) {
   const out = /^(svg|svg:a|rect|path|text|circle|g|line|title|tspan)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -320,12 +320,12 @@ function drawTimeline(place, data, kept) {
   const whole = data.seconds;
   const view = kept.timeline?.whole === whole ? kept.timeline : (kept.timeline = { whole, from: 0, to: whole });
   const shares = new Map();
-  const cssOf = (s) => (s.axes.length ? data.colours[s.axes[0]] : "ink");
+  const cssOf = (s) => (s.axes ? data.colours[s.axes[0]] : "ink");
 
   /** The lines of the tooltip of a span: name, seconds, dims and bytes, cause with its rule, source line. */
   function tipOf(s) {
     if (s.body) return [`${s.name}: ${secondsText(s.seconds)} = ${s.trips} × ${secondsText(s.body.seconds)}`, s.source];
-    const over = s.axes.length ? ` over ${s.axes.join("+")}` : "";
+    const over = s.axes ? ` over ${s.axes.join("+")}` : "";
     const wait = s.lane === "compute" ? "" : s.exposed ? `, ${secondsText(s.exposed)} exposed` : ", hidden";
     const of = { compute: "of HBM traffic", "host link": "per device" }[s.lane] ?? "sent per device";
     return [`${s.name}${over}: ${secondsText(s.seconds)}${wait}`, s.dims || "(scalar)", s.bytes && `${bytesText(s.bytes)} ${of}`, s.cause, s.source];
@@ -597,13 +597,13 @@ function drawMemory(place, data) {
   const peak = below.indexOf(Math.max(...below));
   const cursor = make("line", { class: "cursor", y1: 0, y2: 100, x1: -1, x2: -1 });
   const svg = make("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", "aria-hidden": "true" }, ...areas,
-    limit && make("line", { class: "limit", x1: 0, x2: 100, y1: y(data.capacity), y2: y(data.capacity) }), cursor);
+    limit ? make("line", { class: "limit", x1: 0, x2: 100, y1: y(data.capacity), y2: y(data.capacity) }) : null, cursor);
   const side = x(peak) > 50 ? `right:${100 - x(peak + 1)}%` : `left:${x(peak)}%`;
   const marks = [
     ...ticks.map(([size, text]) => make("span", { class: "tick", style: `top:${y(size)}%` }, text)),
     make("span", { class: "mark", style: `${side};top:${y(below[peak])}%;transform:translateY(-108%)` }, `peak ${memoryText(highest)}`),
     limit && make("span", { class: "mark limit", style: `left:4px;top:${y(data.capacity)}%;transform:translateY(${y(data.capacity) > 12 ? -104 : 4}%)` }, `capacity ${memoryText(data.capacity)}`),
-    !limit && data.capacity !== null && make("span", { class: "mark dim", style: "right:0;top:0" }, `capacity ${memoryText(data.capacity)} ↑`),
+    !limit && data.capacity !== null && make("span", { class: "mark dim", style: "right:0" }, `capacity ${memoryText(data.capacity)} ↑`),
   ];
   const plot = make("div", {
     class: "plot", tabindex: 0, role: "slider", "aria-label": `${place.dataset.label}; the peak is ${memoryText(highest)}`, "aria-valuemin": 0, "aria-valuemax": n - 1, "aria-valuenow": peak,
@@ -613,9 +613,11 @@ function drawMemory(place, data) {
     if (bands.at(-1)?.[2] === phase) bands.at(-1)[1] = k + 1; else bands.push([k, k + 1, phase]);
   });
   const strip = make("div", { class: "passes" });
-  const missing = data.roles.filter((_, role) => !points[peak].bytes[role]);
-  const legend = missing.length ? make("div", { class: "key" }, ...missing.map(([role, css]) => make("span", { class: css }, make("i", {}), `${role}, not at the peak`))) : null;
-  place.prepend(...[plot, strip, legend].filter(Boolean));
+  const kinds = data.roles.map(([role, css], k) => [role, css, points[peak].bytes[k]]).sort((a, b) => rank(a) - rank(b));
+  const stack = make("div", { class: "stack", "aria-hidden": "true" }, ...kinds.filter(([, , size]) => size).map(([role, css, size]) =>
+    make("i", { class: css, style: `flex:${size} 0 0`, title: `${role} ${memoryText(size)}` })));
+  const legend = make("div", { class: "key" }, ...kinds.map(([role, css, size]) => make("span", { class: css }, make("i", {}), `${role} ${size ? memoryText(size) : "0"}`)));
+  place.prepend(plot, strip, make("h3", {}, `the peak${points[peak].source ? ` at ${points[peak].source}` : ""}`), stack, legend);
   const tip = tooltip(place);
   const show = (k) => {
     const { phase, name, source, bytes } = points[k], box = plot.getBoundingClientRect(), mid = box.left + (box.width * (k + 0.5)) / n;
@@ -700,7 +702,7 @@ function drawRoofline(place, data) {
     const at = points[0], near = X(at.intensity) > r - 90;
     const svg = make("svg", { class: "roofline", viewBox: `0 0 ${width} ${height}`, style: `width:${width}px;height:${height}px`, role: "group", "aria-label": place.dataset.label },
       ...grid, roofLine, ...circles.slice(1), circles[0],
-      text(r - 2, Y(data.flops) - 5, `${data.chip}: ${rate(data.flops)}`, { "text-anchor": "end" }),
+      text(X(ridge) + 4, Y(data.flops) - 7, `${data.chip}: ${rate(data.flops)}`),
       text(X(at.intensity) + (near ? -12 : 12), Y(at.rate) + 4, "the step", { fill: "var(--ink)", "font-weight": 600, "text-anchor": near ? "end" : "start" }),
       text(r, height - 4, "FLOPs per byte of HBM traffic", { "text-anchor": "end" }));
     view.replaceChildren(svg);

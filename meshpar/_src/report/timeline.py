@@ -191,8 +191,8 @@ def _idle_seconds(busy: list[tuple[float, float]], start: float, end: float) -> 
 
 
 def step_bounds(plan: Plan) -> list[tuple[str, float]]:
-    """(part, seconds) of the parts of the estimated step, longest first: compute, memory traffic, bubble of pipelines, and exposed
-    communication over each group of axes. Together they are ``plan.seconds``; empty without a chip."""
+    """(part, seconds) of the parts of the estimated step, longest first: kernels by the unit that bounds them, the bubble of
+    pipelines, and exposed communication over each group of axes. Together they are ``plan.seconds``; empty without a chip."""
     line, time = timeline(plan), time_of(plan)
     if line is None or time is None:
         return []
@@ -200,8 +200,8 @@ def step_bounds(plan: Plan) -> list[tuple[str, float]]:
     idle = max((p.bubble for p in plan.pipelines), default=0.0)
     for op in time.ops:
         seconds, bubble = op.seconds * op.count, idle if op.count > 1 else 0.0  # in loops over ticks
-        bound = "memory traffic" if op.traffic_seconds >= max(op.matmul_seconds, op.vector_seconds) else "compute"
-        parts[bound] += seconds * (1 - bubble)
+        units = {"memory traffic": op.traffic_seconds, "matmuls": op.matmul_seconds, "vector units": op.vector_seconds}
+        parts[max(units, key=units.__getitem__)] += seconds * (1 - bubble)
         parts["pipeline bubble"] += seconds * bubble
     for span, runs in line.walk():
         over = f"exposed communication over {'+'.join(span.axes)}" if span.axes else "copies to and from the host"

@@ -1,4 +1,4 @@
-"""Where the mesh axes of a plan run on the chips of its slices or nodes, and what the links carry."""
+"""Where the mesh axes of a plan run on the chips of its slices or nodes, and the bytes on their links."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ..report.diff import longer_parts
 from ..report.document import Document
 from ..report.facts import calibration_text
 from ..report.hints import memory_hints
-from ..report.tables import Cell, Table, number
+from ..report.tables import Cell, Table, hanging, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
 from .row import Objective, Row
@@ -139,18 +139,7 @@ class Search(Document):
 
     def to_json(self) -> str:
         """The best candidate, all rows and the options of the search as JSON."""
-        own = (
-            "topology",
-            "objective",
-            "memory_fraction",
-            "fits",
-            "larger",
-            "planned",
-            "illegal",
-            "ended",
-            "refused",
-            "stages",
-        )
+        own = "topology objective memory_fraction fits larger planned illegal ended refused stages".split()
         rows = {"best": asdict(self.best), "rows": [asdict(r) for r in self.rows]}
         return json.dumps(
             {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration, **rows}
@@ -182,9 +171,7 @@ class Search(Document):
             marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled]))
             why = self._why_not(row)
             layout = row.layout or "(nothing sharded)"
-            where = (
-                f"<code>{escape(row.mesh)}</code> {escape(marks)} <i>{escape(why)}</i><br><code>{escape(layout)}</code>"
-            )
+            where = f"<code>{escape(row.mesh)}</code> {escape(marks)} <i>{why}</i><br><code>{escape(layout)}</code>"
             parts = [styles.mesh(row.mesh), *filter(None, [marks, why and (why, "yellow" if row.fits else "red")])]
             shown = Text("  ").join(Text.assemble(part) for part in parts).append("\n").append(styles.layout(layout))
             peak = format_memory(row.peak)
@@ -204,8 +191,9 @@ class Search(Document):
             return ""
         if not row.fits:
             return f"too large by {format_memory(row.peak - self.usable)}"
-        if row.layout == best.layout and sorted(parse_mesh(row.mesh)) == sorted(parse_mesh(best.mesh)):
-            return "order of axes: placement on the torus"
+        rules, own = set(Layout(row.layout).rules), set(Layout(best.layout).rules)
+        if rules == own and parse_mesh(row.mesh) == parse_mesh(best.mesh):
+            return "another order of the axes: other places on the torus"
         as_fast = self.objective == "time" and row.seconds <= best.seconds
         return row.undivided or ("as fast, but less simple" if as_fast else "")
 
@@ -217,7 +205,7 @@ class Search(Document):
             return ""
         why = "; ".join(filter(None, [default.undivided, "" if default.fits else "it does not fit"]))
         default_is = f"{format_seconds(default.seconds)} on {default.mesh}{why and f': {why}'}"
-        return f"{default.seconds / self.best.seconds:.2f} × as fast as the default layout, fsdp ({default_is})"
+        return f"{default.seconds / self.best.seconds:.3g} × as fast as the default layout, fsdp ({default_is})"
 
     def _idle(self, rows: Iterable[Row]) -> str:
         """The explanation of an axis called ``idle``, if some of these candidates have one, else ""."""
@@ -259,11 +247,8 @@ class Search(Document):
                 f"{format_memory(self.usable)} usable{self._speedup and f'; {self._speedup}'}"
             ),
         }
-        choice = Text("\n").join(
-            Text.assemble((f"{name:<8}", "bold"), "  ", text) for name, text in lines.items() if text
-        )
-        if self.stages:
-            choice = Text("\n").join([choice, Text(self.stages, "dim")])
+        lines[""] = Text(self.stages)
+        choice = hanging([(Text(name, "bold"), text) for name, text in lines.items() if text])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
@@ -329,7 +314,7 @@ class Search(Document):
         """How many candidates were planned, and what became of them."""
         fit = sum(peak <= self.usable for _, peak in self.points)
         large, early = len(self.points) - fit, self.planned - len(self.points) - self.illegal
-        kinds = {"fit": fit, "too large": large, "not legal": self.illegal, "given up, for they send too much": early}
+        kinds = {"fit": fit, "too large": large, "not legal": self.illegal, "stopped early, sending too much": early}
         found = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n)
         return f"{self.planned} plan{'s' * (self.planned != 1)} ({found})"
 

@@ -26,7 +26,7 @@ from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
 from ..report.document import shown_text
 from ..report.facts import calibration_text, grouped, kernel_seconds
-from ..report.tables import Cell, PathText, Table, ratio
+from ..report.tables import Cell, PathText, Table, Wrapped, ratio
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
 from .compiler import FINAL, PARTITIONED
@@ -263,11 +263,9 @@ def _renderable(c: Compiled) -> Any:
         f"    arguments {format_memory(m.arguments)}, outputs {format_memory(m.outputs)} ({format_memory(m.aliased)} in place of "
         f"arguments), temporaries {format_memory(m.temporaries)}, code {format_memory(m.code)}{host}",
     )
-    parts: list[Any] = [head, Text(), _comparison(c, exposed), Text(), memory]
+    parts: list[Any] = [head, Text(), _comparison(c, exposed), Text(), Wrapped([memory], hang=10)]
     if c.effort == "full" and c.cycles:
-        parts.append(
-            Text.assemble(("cycles", "bold"), f"    {c.cycles:.4g} a step, by the compiler, without communication")
-        )
+        parts.append(Text.assemble(("cycles", "bold"), f"    {c.cycles:.4g} a step, without communication"))
     parts += [Text(), _collectives_table(c)]
     notes: list[tuple[str, str]] = []
     if c.collectives:
@@ -283,7 +281,7 @@ def _renderable(c: Compiled) -> Any:
         notes.append((calibration_text(c.plan), "dim"))
     if c.effort == "fast":
         notes.append((FAST, "dim"))
-    return Group(*parts, *(Text(text, style) for text, style in notes if text))
+    return Group(*parts, *(Wrapped([Text(text, style)], hang=4) for text, style in notes if text))
 
 
 FAST = (
@@ -295,10 +293,10 @@ FAST = (
 
 def _comparison(c: Compiled, exposed: Exposed | None) -> Any:
     """The table of peak memory, bytes sent and, of a schedule at full effort, seconds: planned, compiled, and their ratio."""
-    plan = c.plan
+    plan, of = c.plan, f", of {format_memory(c.capacity)} on a device" if c.capacity else ""
     time = None if plan is None else time_of(plan)
     rows: list[tuple[str, Callable[[float], str], float | None, float | None]] = [
-        ("peak memory", format_memory, None if plan is None else memory_of(plan).peak, c.memory.peak),
+        (f"peak memory{of}", format_memory, None if plan is None else memory_of(plan).peak, c.memory.peak),
         ("sent in a step", format_bytes, None if plan is None else plan.bytes_sent, c.bytes_sent),
     ]
     if exposed is not None:
@@ -310,12 +308,9 @@ def _comparison(c: Compiled, exposed: Exposed | None) -> Any:
         ]
     elif time is not None:
         rows.append(("step", format_seconds, time.seconds, None))
-    cells = [
-        [Cell(name), *(Cell("–" if x is None else form(x), x) for x in (planned, actual)), ratio(actual, planned)]
-        for name, form, planned, actual in rows
-    ]
-    of = f", of {format_memory(c.capacity)} on a device" if c.capacity else ""
-    cells[0][0] = Cell(f"peak memory{of}")
+    cells = []
+    for name, form, *both in rows:
+        cells.append([Cell(name), *(Cell("–" if x is None else form(x), x) for x in both), ratio(both[1], both[0])])
     return Table([("", ""), ("planned", "n"), ("compiled", "n"), ("ratio", "n")], cells).terminal()
 
 
@@ -340,20 +335,14 @@ def _collectives_table(c: Compiled) -> Any:
     smaller = [x for g in groups[MAX_ROWS:] for x in g]
     if smaller:
         rows.append(("smaller ones", "", *sizes_of(smaller)[:2], "", "", ""))
-    columns = [
-        ("", ""),
-        ("axes", ""),
-        ("total", "n"),
-        ("calls", "n"),
-        ("per call", "n"),
-        ("shape", ""),
-        ("source", "path"),
-    ]
+    words, numbers = (("", "word"), ("axes", "word")), ((name, "n") for name in ("total", "calls", "per call"))
+    columns = [*words, *numbers, ("shape", ""), ("source", "")]
     title = f"each device sends {format_bytes(c.bytes_sent)} a step, in the final program"
     cells = [[*map(Cell, others), Cell(path, terminal=PathText(path))] for *others, path in rows]
     return Table(columns, cells, title).terminal()
 
 
 def _short(source: str) -> str:
-    """A source line relative to the working directory or the folder of installed packages."""
+    """A source line without its function, relative to the working directory or the folder of installed packages."""
+    source = source.rpartition(" (")[0] or source
     return source.removeprefix(os.getcwd() + os.sep).rpartition(f"{os.sep}site-packages{os.sep}")[2]
