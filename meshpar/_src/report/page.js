@@ -4,7 +4,7 @@ const SVG = document.createRange().createContextualFragment("<svg></svg>").first
 
 /** An element. Attributes that are functions are listeners; children are elements or texts; null and false are none. */
 function make(tag, attributes = {}, ...children) {
-  const out = /^(svg|svg:a|rect|path|text|circle|g|line|title)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  const out = /^(svg|svg:a|rect|path|text|circle|g|line|title|tspan)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") out.addEventListener(name, value);
     else if (value === true) out.setAttribute(name, "");
@@ -30,6 +30,7 @@ function enhance(root, kept = {}) {
   root.querySelectorAll(".by-rule").forEach((groups) => filterable(groups, kept));
   root.querySelectorAll(".picture").forEach((place) => drawn(place, kept));
   root.querySelectorAll(".tensors").forEach((section) => choosable(section, kept));
+  root.querySelectorAll(".drawing[data-cut]").forEach((place) => drawShards(place, { path: place.dataset.path }, JSON.parse(place.dataset.cut)));
   highlightRules(root);
 }
 
@@ -241,7 +242,7 @@ function collectivesCsv(collectives) {
 // -- pictures that are drawn from the data in the page
 
 /** The functions that draw, by the name in `data-draw`. Another picture is one more function here. */
-const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts };
+const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts, drawTorus, drawLayer, drawBars };
 
 /** Draw a picture from the JSON in it, and again whenever its width changes. */
 function drawn(place, kept) {
