@@ -1,6 +1,7 @@
 """Collective algorithms: the chosen one (fewest bytes, then least time), bytes of its stages, emitted collectives."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
