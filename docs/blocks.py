@@ -221,7 +221,14 @@ def _run(block: Block, module: types.ModuleType, name: str) -> str:
 
     for command in block.commands:
         errors = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), warnings.catch_warnings():
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(errors),
+            warnings.catch_warnings(),
+            mock.patch.dict(os.environ),
+        ):
+            if block.word == "error":  # no progress among its errors
+                del os.environ["FORCE_COLOR"]
             status = main(shlex.split(command, comments=True)[1:])
         if block.word == "error":
             out.write(errors.getvalue())
