@@ -73,6 +73,14 @@ def test_a_pattern_is_suggested_for_one_that_matches_nothing(pattern, suggested)
         assert found[0].startswith(f"did you mean {suggested!r}")
 
 
+def test_no_pattern_for_optimizer_state_is_suggested():
+    params, x = {"w": jnp.ones((16, 32))}, jnp.ones((8, 16))
+    state, dims = optax.adam(1e-3).init(params), {"x": "batch _", "*/mu_w": "_ mlp"}
+    with pytest.raises(mp.errors.PatternError) as error:
+        mp.plan(lambda w, state, x: x @ w["w"], params, state, x, mesh="data=8", layout="batch: data", dims=dims)
+    assert "did you mean '*/w'?" in str(error.value)
+
+
 SHAPES = {"x": (8, 16), "w": (16, 32), "v": (16, 32)}
 PATTERNS = {"x": "batch embed", "w": "embed mlp", "v": "embed mlp"}
 

@@ -72,8 +72,16 @@ def test_an_explicit_spec_overrides_the_claims():
     moved = [c for c in step.plan(x).collectives if c.op == "all-to-all"]
     assert len(moved) == 1
     assert moved[0].axes == ("data",)
-    total = mp.jit(lambda x: jnp.tanh(fn(x)).sum(), mesh="data=8", layout="a: data", dims={"x": "a b"}, lowering="jit")
-    assert "all-to-all" in total.lower(x).compile().as_text()
+
+
+def test_a_renamed_dim_is_gathered_where_it_is_renamed():
+    def fn(x):
+        return jnp.tanh(mp.rename(x, a="c")).sum()
+
+    step = mp.jit(fn, mesh="data=8", layout="a: data", dims={"x": "a b"}, lowering="jit")
+    x = normal(8, 16)
+    assert [c.op for c in step.plan(x).collectives] == ["all-gather"]
+    assert step.lower(x).compile().as_text().count(" all-gather(") == 1
 
 
 def test_state_is_born_sharded():

@@ -1,5 +1,6 @@
 """Which gathers and scatters a plan finds beside products, what it decides for them, and what it lists instead."""
 
+import functools
 import json
 import math
 from collections import Counter
@@ -321,11 +322,14 @@ def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
 
 
 @pytest.mark.parametrize(("products", "choice"), [(1, "pallas"), (2, "xla")])
-def test_a_fused_kernel_transposes_the_sum_of_one_matmul_only(products, choice):
-    def step(x, w):
-        return sum(jnp.swapaxes(y @ w, 0, 1) for y in [x, 2 * x][:products])
+def test_a_fused_kernel_transposes_the_result_of_one_matmul_only(products, choice):
+    def step(x, weights):
+        return functools.reduce(jnp.add, [jnp.swapaxes(x @ w, 0, 1) for w in weights])
 
-    args, dims = (bf16(64, 2048, 14336), bf16(14336, 4096)), {"x": "batch seq mlp", "w": "mlp embed"}
+    args, dims = (
+        (bf16(64, 2048, 14336), [bf16(14336, 4096)] * products),
+        {"x": "batch seq mlp", "weights/*": "mlp embed"},
+    )
     plan = mp.plan(step, *args, layout=MLP, dims=dims, overlap="pallas", **SLICE)
     assert found(plan) == [("scatter", choice, ("model",), products)]
 

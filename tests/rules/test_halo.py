@@ -210,7 +210,6 @@ BLOCK = 6 * ROW
         (conv(3, 2)[0], {("collective-permute", ROW): 1}),  # SAME pads at the end only
         (conv(15)[0], {("collective-permute", ROW): 1, ("collective-permute", BLOCK): 2}),  # both ends at once
         (conv(29)[0], {("all-gather", 3 * BLOCK): 1}),  # halos would be as much
-        (conv(24, 1, ((0, 23),))[0], {("all-gather", 3 * BLOCK): 1}),  # as many results as elements of the window
         (conv(1, 2)[0], {}),
         (
             conv(3)[1],
@@ -232,6 +231,12 @@ BLOCK = 6 * ROW
 def test_sends_the_halos_and_nothing_else(fn, expected):
     _, planned, found = sent(fn, normal(2, 24, 2))
     assert planned == found == expected
+
+
+def test_a_window_as_large_as_the_result_leaves_it_split():
+    assert sent(conv(24, 1, ((0, 23),))[0], normal(2, 24, 2))[0].outputs[0].spec == jax.sharding.PartitionSpec(
+        None, "data"
+    )
 
 
 def test_half_shards_are_sent_once_for_any_number_of_devices():
