@@ -199,7 +199,7 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than that of FSDP, the default layout; "" where that was not planned."""
+        """How much shorter the best step is than under FSDP, the default layout; "" where that was not planned."""
         default = next((row for row in self.rows if row.name == "fsdp"), None)
         if default is None or default == self.best:
             return ""
