@@ -11,8 +11,10 @@ copy of ``examples/``.
 
 ``<!-- output -->`` right after a block is replaced by its output; ``<!-- output from="each device sends" to="note" -->`` by the
 output lines from the first one whose beginning matches the regular expression ``from``, up to the next one that matches ``to``.
-A ``text`` fence right after the marker is the stored output, which readers of the Markdown see. A build fails if it differs
-from the output of the block; ``python docs/blocks.py PAGE...`` writes it.
+A ``text`` fence right after the marker is the stored output, which readers of the Markdown see. A build fails if it differs from
+the output of the block, except for what matches the regular expression of ``<!-- output varies="…" -->`` (durations, versions).
+
+    python docs/blocks.py [PAGE...]      # store the output of these pages, by default of the README, all pages and the notebook
 
 ``<!-- generated: chips -->`` is replaced by the Markdown that the function ``chips`` of ``docs/generated.py`` returns, and
 ``<!-- generated: command plan -->`` by ``command("plan")``.
@@ -21,6 +23,7 @@ from the output of the block; ``python docs/blocks.py PAGE...`` writes it.
 from __future__ import annotations
 
 import contextlib
+import html
 import importlib
 import importlib.util
 import io
@@ -43,16 +46,20 @@ from rich.console import Console
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+NOTEBOOK = ROOT / "examples" / "lab.ipynb"
+WIDGET = "application/vnd.jupyter.widget-view+json"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 WIDTH = 100
 """Width of shown output in columns."""
 
 _FENCE = re.compile(
     r"^```(?P<language>python|bash)(?: (?P<word>error|no-run|if-\w+))?\n(?P<code>.*?)^```\n"
-    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")? -->(?P<shown>)'
+    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")?(?: varies="(?P<varies>[^"]*)")? -->(?P<shown>)'
     r"(?:\n\n```text\n(?P<stored>.*?)^```$)?)?",
     re.MULTILINE | re.DOTALL,
 )
+ROUNDING = r"\d(?:\.\d+)?e-\d\d"
+_ESCAPE = re.compile("\x1b\\[([0-9;]*)m")
 _GENERATED = re.compile(r"^<!-- generated: (?P<function>\w+)(?P<arguments>(?: [\w./-]+)*) -->$", re.MULTILINE)
 
 
@@ -69,6 +76,7 @@ class Block:
     shown: bool
     start: str | None
     stop: str | None
+    varies: str | None
     stored: str | None
 
     @property
@@ -80,6 +88,11 @@ class Block:
     def runs(self) -> bool:
         """Whether the block runs in this environment."""
         return self.word != "no-run" and (self.needs is None or importlib.util.find_spec(self.needs) is not None)
+
+    def is_stored(self, lines: str) -> bool:
+        """Whether the stored output is these lines, except for rounding errors, ``2.4e-07``, and for what varies."""
+        varies = f"(?:{self.varies})|{ROUNDING}" if self.varies else ROUNDING
+        return re.sub(varies, "…", (self.stored or "").rstrip("\n")) == re.sub(varies, "…", lines)
 
     @property
     def commands(self) -> list[str]:
@@ -110,6 +123,7 @@ def blocks_of(text: str) -> list[Block]:
                 m["shown"] is not None,
                 m["start"],
                 m["stop"],
+                m["varies"],
                 m["stored"],
             )
         )
@@ -144,7 +158,7 @@ def workplace() -> Iterator[Path]:
 
 
 def run_page(text: str, name: str) -> list[str]:
-    """Run the blocks of a page and return the output of each; warnings are errors.
+    """Run the blocks of a page and return the output of each, with escape sequences for colours; warnings are errors.
 
     Args:
       text: the page.
@@ -160,7 +174,7 @@ def run_page(text: str, name: str) -> list[str]:
     module = types.ModuleType(f"page_{Path(name).stem.replace('-', '_')}")
     sys.modules[module.__name__] = module
     try:
-        with warnings.catch_warnings(), _narrow_reports():
+        with warnings.catch_warnings(), _narrow_reports(), mock.patch.dict(os.environ, FORCE_COLOR="1"):
             warnings.simplefilter("error")
             here = f"{os.getcwd()}{os.sep}"
             return [_run(block, module, name).replace(here, "") for block in blocks_of(text)]
@@ -194,7 +208,7 @@ def _run(block: Block, module: types.ModuleType, name: str) -> str:
     if block.language == "python":
         code = compile("\n" * (block.line - 1) + block.code, os.path.join(os.getcwd(), name), "exec", dont_inherit=True)
         try:
-            with contextlib.redirect_stdout(out):
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):  # progress
                 exec(code, module.__dict__)
         except Exception as error:
             if block.word != "error":
@@ -207,7 +221,14 @@ def _run(block: Block, module: types.ModuleType, name: str) -> str:
 
     for command in block.commands:
         errors = io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), warnings.catch_warnings():
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(errors),
+            warnings.catch_warnings(),
+            mock.patch.dict(os.environ),
+        ):
+            if block.word == "error":  # no progress among its errors
+                del os.environ["FORCE_COLOR"]
             status = main(shlex.split(command, comments=True)[1:])
         if block.word == "error":
             out.write(errors.getvalue())
@@ -223,22 +244,44 @@ def shown(block: Block, printed: str) -> str:
     Raises:
       ValueError: the output is empty, or no line matches.
     """
-    lines = printed.rstrip("\n").split("\n")
+    printed = printed.rstrip("\n")
+    lines, found = printed.split("\n"), plain(printed).split("\n")
     first, last = 0, len(lines)
     if block.start is not None:
-        first = next((k for k, line in enumerate(lines) if re.match(block.start, line)), -1)
+        first = next((k for k, line in enumerate(found) if re.match(block.start, line)), -1)
     if block.stop is not None:
-        last = next((k for k, line in enumerate(lines) if k > first and re.match(block.stop, line)), -1)
+        last = next((k for k, line in enumerate(found) if k > first and re.match(block.stop, line)), -1)
     if not printed.strip() or first < 0 or last < 0:
-        raise ValueError(f"line {block.line}: no lines from {block.start!r} to {block.stop!r} in\n{printed}")
-    lines = [*["…"] * (first > 0), *lines[first:last], *["…"] * (last < len(lines))]
-    return "\n".join(part for line in lines for part in _wrapped(line))
+        raise ValueError(f"line {block.line}: no lines from {block.start!r} to {block.stop!r} in\n{plain(printed)}")
+    selected = "\n".join(lines[first:last]).rstrip().split("\n")
+    lines = [*["…"] * (first > 0), *selected, *["…"] * (last < len(lines))]
+    return "\n".join(part for line in lines for part in _wrapped(line.rstrip()))
+
+
+def plain(text: str) -> str:
+    """The text without escape sequences, and without blanks at the ends of lines."""
+    return "\n".join(line.rstrip() for line in _ESCAPE.sub("", text).split("\n"))
+
+
+def coloured(text: str) -> str:
+    """The text as HTML, with a ``span`` of the class ``sgr-N`` for each escape sequence of colour or weight N."""
+    parts, is_open = [], False
+    for k, run in enumerate(_ESCAPE.split(text)):
+        if k % 2 == 0:
+            parts.append(html.escape(run))
+            continue
+        codes = [code for code in run.split(";") if code not in ("", "0")]
+        parts.append("</span>" * is_open)
+        is_open = bool(codes)
+        parts.append(f'<span class="{" ".join(f"sgr-{code}" for code in codes)}">' * is_open)
+    return "".join([*parts, "</span>" * is_open])
 
 
 def _wrapped(line: str) -> list[str]:
     """A line as a terminal of ``WIDTH`` columns shows it, cut between words."""
-    if len(line) <= WIDTH:
+    if len(plain(line)) <= WIDTH:
         return [line]
+    line = plain(line)
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     return textwrap.wrap(line, WIDTH, subsequent_indent=indent, drop_whitespace=True, break_on_hyphens=False)
 
@@ -255,16 +298,24 @@ def rendered(text: str, name: str) -> str:
         parts += [_with_generated(text[at : block.begin]), f"```{block.language}\n{block.code}```\n"]
         if block.shown and block.runs:
             lines = shown(block, output)
-            if block.stored is not None and block.stored != f"{lines}\n":
+            if block.stored is not None and not block.is_stored(plain(lines)):
                 raise ValueError(
                     f"{name}, line {block.line}: the stored output differs from the printed one; "
-                    f"`python docs/blocks.py docs/{name}` writes it:\n{lines}"
+                    f"`python docs/blocks.py docs/{name}` writes it:\n{plain(lines)}"
                 )
-            parts.append(f"\n```{{code-block}} text\n:class: output\n\n{lines}\n```\n")
+            parts.append(_shown_on_the_site(lines))
         elif not block.runs and block.needs:
             parts.append(f"\n*Not run for this page: {block.needs} is not installed.*\n")
+            parts.append(_shown_on_the_site(block.stored.rstrip("\n")) if block.stored else "")
         at = block.end
     return "".join([*parts, _with_generated(text[at:])])
+
+
+def _shown_on_the_site(lines: str) -> str:
+    """The Markdown of an output."""
+    if _ESCAPE.search(lines):
+        return f'\n<pre class="output">{coloured(lines)}</pre>\n'
+    return f"\n```{{code-block}} text\n:class: output\n\n{lines}\n```\n"
 
 
 def render(text: str, name: str, folder: Path) -> str:
@@ -288,20 +339,68 @@ def _with_generated(text: str) -> str:
 
 
 def with_stored_output(text: str, name: str) -> str:
-    """The page with the output that its blocks print now in place of each stored output."""
+    """The page with the output that its blocks print now behind each output marker; what only varies remains as it was."""
     parts, at = [], 0
     for block, output in zip(blocks_of(text), run_page(text, name), strict=True):
-        if block.stored is not None:
-            end = block.end - len("```")
-            parts += [text[at : end - len(block.stored)], f"{shown(block, output)}\n"]
-            at = end
+        if block.shown and block.runs and not block.is_stored(lines := plain(shown(block, output))):
+            stored = "" if block.stored is None else f"\n\n```text\n{block.stored}```"
+            parts += [text[at : block.end - len(stored)], f"\n\n```text\n{lines}\n```"]
+            at = block.end
     return "".join([*parts, text[at:]])
 
 
+def executed(notebook: Path) -> Any:
+    """The notebook with the printed output of its cells, which a code host can show, without colours.
+
+    Needs the extra ``notebook``. Pages and widgets, which need a style sheet and a script, are left out.
+    """
+    import nbclient
+    import nbformat
+
+    cells = nbformat.read(notebook, as_version=4)
+    with mock.patch.dict(os.environ, NO_COLOR="1"):
+        nbclient.NotebookClient(cells, timeout=300, resources={"metadata": {"path": str(notebook.parent)}}).execute()
+    cells.metadata.pop("widgets", None)
+    for cell in cells.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            text = plain("".join(out.get("text") or out.get("data", {}).get("text/plain", "") for out in cell.outputs))
+            is_page = any({"text/html", WIDGET} & set(out.get("data", ())) for out in cell.outputs) and not text.count(
+                "\n"
+            )
+            cell.outputs = (
+                [] if is_page else [nbformat.v4.new_output("stream", name="stdout", text=f"{text.strip()}\n")]
+            )
+    return cells
+
+
+def prepare() -> None:
+    """Eight CPU devices in this process, with the compiler flags of the tests; before JAX is used."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "docs"), str(ROOT / "tests" / "helpers")]
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages show plans, which need no accelerator
+    import quick
+
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
+    import meshpar as mp
+
+    mp.virtual_devices(8)
+
+
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
-    for page in map(Path, sys.argv[1:]):
-        before = page.read_text()
-        with workplace():
-            after = with_stored_output(before, page.name)
-        page.write_text(after)
+    prepare()
+    for page in [Path(name).resolve() for name in sys.argv[1:]] or [README, *PAGES, NOTEBOOK]:
+        if page.suffix == ".ipynb":
+            import nbformat
+
+            nbformat.write(executed(page), page)
+            continue
+        for _ in range(3):  # an output may contain the numbers of the page's lines, which it moves
+            before = page.read_text()
+            with workplace():
+                after = with_stored_output(before, page.name)
+            if after == before:
+                break
+            page.write_text(after)
+            print(f"{page.relative_to(ROOT)}: outputs stored", flush=True)
+            if f"{page.name}:" not in after:
+                break

@@ -12,16 +12,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "docs"), str(ROOT / "tests" / "helpers"), str(ROOT)]
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # pages show plans, which need no accelerator
+sys.path.insert(0, str(ROOT / "docs"))
 
 import blocks  # noqa: E402
-import quick  # noqa: E402
+
+blocks.prepare()
 
 import meshpar as mp  # noqa: E402
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
-mp.virtual_devices(8)
 logging.getLogger("absl").setLevel(logging.WARNING)  # Sphinx shows what others log
 
 project = "meshpar"

@@ -17,6 +17,7 @@ from meshpar._src.entry.cli import GROUPS, _first_sentence, _parser
 from meshpar._src.entry.target import load_target
 from meshpar._src.hardware.chips import CHIPS, Chip
 from meshpar._src.plan_api import Plan
+from meshpar._src.report.colours import ROLE_STYLES
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -223,37 +224,44 @@ GALLERY = (
 )
 """Every target of the examples, but the small ones for tests."""
 
-PARTS = {
-    "parameters": "#4c78a8",
-    "optimizer state": "#72b7b2",
-    "gradients": "#54a24b",
-    "saved activations": "#f58518",
-    "temporaries": "#b279a2",
-    "other": "#9d755d",
-}
-"""Kind of memory → fill color of its part of a bar."""
-
 
 def gallery() -> str:
-    """One section for each model: a line about it, the numbers of its plan, a bar of its memory, and a link to the plan's page.
+    """A table of all models, then a section for each: a line about it, the numbers of its plan, a bar of its memory, and links.
 
     The pages of the plans are written into the working directory of the page's blocks.
     """
-    return "\n\n".join(_section(entry) for entry in GALLERY)
+    plans = [_planned(entry) for entry in GALLERY]
+    overview = [_overview(entry, plan) for entry, plan in zip(GALLERY, plans, strict=True)]
+    sections = [_section(entry, plan) for entry, plan in zip(GALLERY, plans, strict=True)]
+    return "\n\n".join([table(["model", "chips", "layout", "step", "MFU", "sent", "peak memory"], overview), *sections])
 
 
-def _section(entry: Entry) -> str:
-    """The section of one model; saves the page of its plan."""
-    module, function = entry.target.split(":")
-    text = f"examples/{module}.py:{function}"
-    target = load_target(text)
+def _overview(entry: Entry, plan: Plan) -> list[str]:
+    """The row of one model."""
+    assert plan.time is not None
+    function = entry.target.partition(":")[2]
+    numbers = [format_seconds(plan.time.seconds), f"{plan.time.mfu:.0%}", format_bytes(plan.bytes_sent)]
+    where = [f"[{function}](#{function})", f"`{entry.topology}`", f"`{entry.layout}`"]
+    return [*where, *numbers, format_memory(plan.memory.peak)]
+
+
+def _planned(entry: Entry) -> Plan:
+    """The plan of one model."""
+    target = load_target(f"examples/{entry.target.replace(':', '.py:')}")
     layout = target.layouts[entry.layout]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mp.errors.JoinWarning)  # the models have two names for some dims
-        plan = mp.plan(
+        return mp.plan(
             target.step, *target.args, dims=target.dims, mesh=entry.mesh, topology=entry.topology, layout=layout,
             donate_argnames="state",
         )  # fmt: skip
+
+
+def _section(entry: Entry, plan: Plan) -> str:
+    """The section of one model; saves the page of its plan."""
+    module, function = entry.target.split(":")
+    text = f"examples/{module}.py:{function}"
+    layout = load_target(text).layouts[entry.layout]
     plan.save(f"gallery_{function}.html")
     time = plan.time
     assert time is not None
@@ -288,14 +296,10 @@ def memory_bar(plan: Plan, capacity: float) -> str:
     """
     width, x, parts, keys = 640.0, 0.0, [], []
     shown = max(capacity, plan.memory.peak)
-    sizes: dict[str, float] = {}
-    for kind, size in plan.memory.by_kind.items():
-        name = kind if kind in PARTS else "other"
-        sizes[name] = sizes.get(name, 0.0) + size
-    for name, size in sizes.items():
+    for name, size in plan.memory.by_kind.items():
         w = size / shown * width
-        parts.append(f'<rect x="{x:.1f}" y="0" width="{w:.1f}" height="22" fill="{PARTS[name]}"/>')
-        keys.append(f'<span><i style="background:{PARTS[name]}"></i>{name} {format_memory(size)}</span>')
+        parts.append(f'<rect x="{x:.1f}" y="0" width="{w:.1f}" height="22" fill="{ROLE_STYLES[name]}"/>')
+        keys.append(f'<span><i style="background:{ROLE_STYLES[name]}"></i>{name} {format_memory(size)}</span>')
         x += w
     svg = (
         f'<svg viewBox="0 0 {width:g} 22" preserveAspectRatio="none" role="img" '

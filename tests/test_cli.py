@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from rich.ansi import AnsiDecoder
 
 import meshpar as mp
 from meshpar._src.entry import cli
@@ -407,6 +409,24 @@ def test_bad_input_says_what_to_write_instead(run, target, words, says):
     assert "Traceback" not in err
 
 
+def test_an_error_in_a_terminal_has_colours_and_is_wrapped_in_its_column(run, monkeypatch):
+    _, _, plain = run("plan small --mesh data=3 --layout fsdp")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "60")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    run("plan small --mesh data=3 --layout fsdp")
+    text = terminal.getvalue()
+    assert "\x1b[1;31mDivisibilityError\x1b[0m: " in text
+    lines = [line.plain.rstrip() for line in AnsiDecoder().decode(text[text.index("\x1b[1;31mDiv") :])]
+    assert max(map(len, lines)) <= 60
+    assert " ".join(" ".join(lines).split()) == " ".join(plain[plain.index("DivisibilityError") :].split())
+    fixes = lines[next(k for k, line in enumerate(lines) if line.startswith("  fix")) :]
+    assert all(line[:10] in ("  fix     ", " " * 10) for line in fixes if line)
+
+
 @pytest.mark.parametrize(
     ("where", "says"),
     [
@@ -474,7 +494,7 @@ def test_arguments_get_numbers_that_a_step_can_use(target):
     assert (args["params"]["w"] == again["params"]["w"]).all()
 
 
-def test_search_prints_the_choice_and_json(run):
+def test_search_prints_the_choice_the_next_command_and_json(run, capsys):
     small = "search small --topology v5e:2x2 --max-axes 2 --layout fsdp"
     status, out, _ = run(small)
     assert status == 0
@@ -482,6 +502,10 @@ def test_search_prints_the_choice_and_json(run):
     found = json.loads(run(f"{small} --json")[1])
     assert found["fits"]
     assert any(row["name"] == "yours" and row["layout"] == "batch, embed: data" for row in found["rows"])
+    again = shlex.split(out.splitlines()[-1].removeprefix("next  meshpar "))
+    assert again[0] == "plan"
+    assert main([*again, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["time"]["seconds"] == pytest.approx(found["best"]["seconds"])
     status, out, _ = run(f"{small} --memory-fraction 1e-9")
     assert status == 1
     assert "NOTHING FITS" in out
@@ -556,7 +580,7 @@ MEASURED = ("--calibration here.json", "calibration", "here.json")
 READ = ("--calibration CALIBRATION", "calibration", "CALIBRATION")
 LAYOUTS = ("--layout 'embed: data' --layout dp", "layouts", ["embed: data", "batch: data"])
 SEVERAL = [
-    ("--mesh data=4 --mesh data=8", "meshes", ["data=4", "data=8"]),
+    ("--mesh data=4 --mesh data=8", "mesh", ["data=4", "data=8"]),
     LAYOUTS,
     ("--tolerance 0.5", "tolerance", 0.5),
 ]
@@ -655,12 +679,12 @@ def test_the_range_of_integers_of_a_step_that_is_run(run, monkeypatch, command):
     assert most[0] < 2 < most[1] < 1000
 
 
-def test_the_port_and_the_browser_of_a_lab(run, monkeypatch):
+def test_the_port_the_browser_and_the_json_of_a_lab(run, monkeypatch):
     served = []
-    monkeypatch.setattr(Lab, "serve", lambda self, port, browser: served.append((port, browser)))
+    monkeypatch.setattr(Lab, "serve", lambda self, port, browser, as_json: served.append((port, browser, as_json)))
     lab = "lab small --mesh data=4 --layout dp"
-    assert [run(f"{lab} --port 81 --no-browser")[0], run(lab)[0]] == [0, 0]
-    assert served == [(81, False), (0, True)]
+    assert [run(f"{lab} --port 81 --no-browser")[0], run(f"{lab} --json")[0]] == [0, 0]
+    assert served == [(81, False, False), (0, True, True)]
 
 
 def test_the_rates_of_a_step_that_generates_tokens(run):

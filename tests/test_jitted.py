@@ -183,12 +183,22 @@ def test_the_size_of_an_outer_axis_is_part_of_the_key(lowering):
 
 JAX_012 = jax.__version_info__ >= (0, 12)
 
+
+@jax.custom_vjp
+def square(x):
+    """Whose gradient is three times its operand."""
+    return x * x
+
+
+square.defvjp(lambda x: (square(x), x), lambda x, g: (3 * g * x,))
+
 COLLECTIVES = {
     "sum": lambda x: x.sum(),
     "lookup": lambda x: x[jnp.array([7, 0])].sum(),
     "scan": lambda x: jnp.cumsum(x, 0)[-1],
     "max": lambda x: x.max(0),
     "own axis": lambda x: lax.psum(x, "data").sum(0),
+    "custom gradient": lambda x: square(x).sum(),
     "both": lambda x: jax.vmap(lambda r: lax.pmax(r, ("data", "j")), axis_name="j", out_axes=None)(x),
 }
 

@@ -97,8 +97,22 @@ def test_lines_of_text(clock, capsys):
             meter.step({"loss": jnp.float32(0.5)})
     line = stream.getvalue()
     assert line == capsys.readouterr().out
-    assert line.startswith("step 1   loss 0.5   a step 250 ms   planned ")
-    assert "tokens/s 4,000   tokens/s/device 500   MFU 0.0%   sent " in line
+    assert line.startswith("step      1   loss       0.5    250 ms a step   ")
+    assert " × planned        4,000 tokens/s         500 tokens/s/device   MFU  0.0%" in line
+    assert "sent" not in line  # the same for every step
+
+
+def test_columns_of_lines_stay_in_place_and_have_the_share_of_the_memory(clock, monkeypatch):
+    stats = {"peak_bytes_in_use": 12 * 2**30, "bytes_limit": 16 * 2**30}
+    monkeypatch.setattr(module.jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    stream, lines = io.StringIO(), []
+    for tokens, loss in ((1000, 0.5), (10_000_000, 12345.678)):
+        meter = mp.log.Meter(plan_of(topology="v5e:2x4"), tokens=tokens, every=1, writers=[stream])
+        values = [meter.step({"loss": jnp.float32(loss)}) for _ in range(3)][-1]
+        assert values["peak_memory_share"] == 0.75
+        lines = stream.getvalue().splitlines()
+        assert lines[-1].endswith("   peak memory  12.00 GiB ( 75%)")
+    assert len({line.index(" a step") for line in lines}) == len({line.index("MFU") for line in lines}) == 1
 
 
 def test_writers_of_libraries(clock):

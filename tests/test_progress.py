@@ -11,7 +11,7 @@ from rich.ansi import AnsiDecoder
 
 import meshpar as mp
 from meshpar._src import progress
-from meshpar._src.progress import progress_line
+from meshpar._src.progress import Counted, progress_line
 
 
 class Terminal(io.StringIO):
@@ -69,6 +69,26 @@ def test_a_terminal_has_one_line_with_the_elapsed_time(monkeypatch, width):
     assert "0:00:0" in shown[-1]
     assert "…" in shown[-1]
     assert not any("second line" in line for line in lines)
+
+
+def test_a_terminal_has_a_bar_with_the_results_of_a_counted_activity(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress_line("checking", "auto") as say:
+        say("planning")
+        say(Counted("run 2 of 6, planning", 1, 6, ["✓  data=8  batch: data"]))
+    lines = [
+        line.plain
+        for text in terminal.getvalue().replace("\r", "\n").split("\n")
+        for line in AnsiDecoder().decode(text)
+    ]
+    (bar,) = {line for line in lines if "run 2 of 6" in line}
+    assert "1/6" in bar
+    assert "━" in bar
+    assert any(line.rstrip() == "✓  data=8  batch: data" for line in lines)
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_a_notebook_has_one_line_that_is_empty_at_the_end(monkeypatch):

@@ -7,8 +7,8 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
-# One process for each GPU of 4x h100:8. Two minutes before the time limit the processes receive SIGTERM, and save. After a lost
-# node or the end of the time the job is queued again, and continues from its checkpoint.
+# One process for each GPU of 4x h100:8. Two minutes before the time limit they receive SIGTERM,
+# and save. After that, or after a loss, the job is queued again, and continues.
 
 srun --kill-on-bad-exit=0 python examples/train_lm.py --checkpoint runs/a --layout fsdp --batch 256
 status=$?

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import EllipsisType
 from typing import Any
 
-from ..errors import LayoutSyntaxError, RankError, UnsupportedError
+from ..errors import LayoutSyntaxError, MeshparError, RankError, UnsupportedError
 
 Dims = tuple[str | None, ...]
 """One name, or None (no name), for every dimension of a value."""
@@ -206,16 +206,35 @@ def join_path(components: Iterable[str]) -> str:
     return "/".join(components).replace("/.codes", ".codes").replace("/.scales", ".scales")
 
 
+def parse_pairs(text: str, error: Callable[[str], MeshparError]) -> dict[str, str]:
+    """``"batch=32, seq=4096"`` → name → value, both as text without spaces around; "" has no pairs.
+
+    Raises:
+      MeshparError: ``error(part)`` of the first part that is not ``name=value``.
+    """
+    out: dict[str, str] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not name:
+            raise error(part)
+        out[name] = value
+    return out
+
+
 def parse_names(text: str) -> dict[str, str]:
     """``"act_batch=batch, act_emb=_"`` → old name → new name, as ``names=`` of :func:`meshpar.jit`.
 
     Raises:
       LayoutSyntaxError: something else.
     """
-    pairs = [[word.strip() for word in pair.split("=")] for pair in text.split(",")]
-    if not all(len(pair) == 2 and all(pair) for pair in pairs):
-        raise LayoutSyntaxError(f"names {text!r} are no pairs old=new", fixes=['"act_batch=batch, act_emb=_"'])
-    return dict(pairs)
+
+    def wrong(_: str) -> LayoutSyntaxError:
+        return LayoutSyntaxError(f"names {text!r} are no pairs old=new", fixes=['"act_batch=batch, act_emb=_"'])
+
+    pairs = parse_pairs(text, wrong)
+    if not pairs or not all(new and "=" not in new for new in pairs.values()):
+        raise wrong(text)
+    return pairs
 
 
 def _one_name(old: str, new: str | None) -> str | None:
@@ -235,7 +254,7 @@ class PathDims:
 
     Args:
       patterns: e.g. ``{"batch/tokens": "batch seq", "*/kernel": "embed mlp"}``, or pairs. ``"auto"``, or the pattern
-        ``"*": "auto"``: names are inferred for the arrays that no other pattern matches (:mod:`program.naming`).
+        ``"*": "auto"``: names are inferred for the arrays that no other pattern matches (:mod:`program.guessed_names`).
       names: name that a model carries in metadata and constraints → the name that it has here; None: none.
 
     Attributes:

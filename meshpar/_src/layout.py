@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError, UnknownDimError
 from .dims import DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
+from .iterables import grouped
 from .units import mesh_text
 
 AnyMesh = Mesh | AbstractMesh
@@ -195,9 +196,7 @@ class Layout:
     def _set(self, rules: tuple[Rule, ...]) -> None:
         """Set the rules, the index from dims to rules, and the key by which layouts are compared and hashed."""
         self.rules = rules
-        self._by_dim: dict[str, list[int]] = {}
-        for i, rule in enumerate(rules):
-            self._by_dim.setdefault(rule.dim, []).append(i)
+        self._by_dim = grouped((rule.dim, i) for i, rule in enumerate(rules))
         self._key = (rules, self.resolve, self.from_pairs, self.optional)
 
     def __str__(self) -> str:
@@ -230,9 +229,7 @@ class Layout:
         if not isinstance(other, Layout | str | Mapping | list | tuple):
             return NotImplemented
         right = Layout(other)
-        replacing: dict[tuple[str, str | None], list[Rule]] = {}
-        for rule in right.rules:
-            replacing.setdefault((rule.dim, rule.scope), []).append(rule)
+        replacing = grouped(((rule.dim, rule.scope), rule) for rule in right.rules)
         replaced = replacing.keys() & {(r.dim, r.scope) for r in self.rules}
         rules: list[Rule] = []
         for rule in self.rules:

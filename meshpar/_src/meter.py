@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from .plan_api import Plan
-from .units import format_bytes, format_memory, format_seconds
+from .units import format_memory, format_seconds
 
 Writer = Callable[[int, Mapping[str, float]], None]
 """A function of a step's number and of values by name."""
@@ -34,7 +34,8 @@ class Meter:
     - where the plan's chip is known, ``planned_seconds``, and ``mfu``: the FLOPs of the model's matmuls (without recomputation) per
       second, over the peak rate of all devices;
     - ``bytes_sent``: by each device in a step, as planned;
-    - ``peak_memory``: bytes in use at the peak on the first local device, where the backend reports it;
+    - ``peak_memory`` and ``peak_memory_share``: bytes in use at the peak on the first local device, and their fraction of its
+      memory, where the backend reports them;
     - every scalar of the metrics.
 
     Example:
@@ -119,6 +120,8 @@ class Meter:
         stats = jax.local_devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in stats:
             values["peak_memory"] = float(stats["peak_bytes_in_use"])
+        if stats.get("bytes_limit"):
+            values["peak_memory_share"] = values.get("peak_memory", 0.0) / stats["bytes_limit"]
         return {**values, **self._values, **_scalars(metrics)}
 
     def close(self, status: str = "success") -> None:
@@ -217,23 +220,31 @@ def _scalars(metrics: Any) -> dict[str, float]:
     return {name: float(x) for name, x in named.items() if np.ndim(x) == 0}
 
 
-_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "step_seconds": ("a step", format_seconds),
-    "planned_seconds": ("planned", format_seconds),
-    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
-    "tokens_per_second_per_device": ("tokens/s/device", "{:,.0f}".format),
-    "mfu": ("MFU", "{:.1%}".format),
-    "bytes_sent": ("sent", format_bytes),
-    "peak_memory": ("peak memory", format_memory),
+_FORMATS: dict[str, tuple[str, Callable[[float], str], int]] = {
+    "step_seconds": ("{} a step", format_seconds, 7),
+    "planned_ratio": ("{} × planned", "{:.2f}".format, 4),
+    "tokens_per_second": ("{} tokens/s", "{:,.0f}".format, 10),
+    "tokens_per_second_per_device": ("{} tokens/s/device", "{:,.0f}".format, 9),
+    "mfu": ("MFU {}", "{:.1%}".format, 5),
+    "peak_memory": ("peak memory {}", format_memory, 10),
+    "peak_memory_share": ("({})", "{:.0%}".format, 4),
 }
-"""Value → (its label in lines of text, how it is written)."""
+"""Value → (how lines of text show it, how its number is written, columns of the number)."""
 
 
 def _line(step: int, values: Mapping[str, float]) -> str:
-    """One line of text: ``step 20   loss 1.234   a step 45.6 ms   …``."""
-    own = [f"{name} {x:.4g}" for name, x in values.items() if name not in _FORMATS]
-    measured = [f"{label} {text(values[name])}" for name, (label, text) in _FORMATS.items() if name in values]
-    return "   ".join([f"step {step}", *own, *measured])
+    """One line of text: ``step     20   loss     1.234   45.6 ms a step   1.05 × planned   …``.
+
+    Columns have fixed widths. Figures of the plan, the same for every step, are left out.
+    """
+    planned = values.get("planned_seconds")
+    shown = dict(values) if not planned else {**values, "planned_ratio": values["step_seconds"] / planned}
+    own = [f"{name} {x:>9.4g}" for name, x in values.items() if name not in (*_FORMATS, *_PLANNED)]
+    columns = [form.format(f"{text(shown[k]):>{width}}") for k, (form, text, width) in _FORMATS.items() if k in shown]
+    return "   ".join([f"step {step:>6}", *own, *columns]).replace("   (", " (")
+
+
+_PLANNED = ("bytes_sent", "planned_seconds")
 
 
 def _print(step: int, values: Mapping[str, float]) -> None:

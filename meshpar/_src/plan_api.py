@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import report
 from .cost.caching import with_reasons
-from .cost.decoding import Decoding, decoding_of
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
+from .cost.token_metrics import Decoding, decoding_of
 from .hardware.calibration import CalibrationLike, Calibrations, calibrations
 from .hardware.options import OptionsMode
 from .layout import Layout
@@ -164,6 +164,29 @@ class Plan(record.Plan, report.Document):
         transfers, memory, time, decoding, options, joins, notes, unnamed dims."""
         return report.plan_json(self)
 
+    def show(self, pattern: str = "*") -> None:
+        """Print how arguments are sharded: a grid of the shards of each, with the devices that store them.
+
+        Devices are numbered in the order of the mesh. Lines between shards have the colour of the axis that shards the dim.
+
+        Args:
+          pattern: of paths in the tree of arguments, ``"*/up"``, as in ``dims=``.
+
+        Raises:
+          PatternError: the pattern matches no argument.
+
+        Example:
+          >>> plan = mp.plan(train_step, params, x, mesh=mesh, layout="batch: data; mlp: model", dims=dims)
+          >>> plan.show("*/up")
+          params/up  float32[64, 256]  embed mlp:model
+          2 shards of float32[64, 128] on 4 devices each, 32.0 KiB a device
+                    mlp:model 2 × 128
+                   ┌─────────┬─────────┐
+          embed 64 │ 0 2 4 6 │ 1 3 5 7 │
+                   └─────────┴─────────┘
+        """
+        print(report.shown_text(report.shards_renderable(self, pattern)))
+
     def steps_text(self) -> str:
         """The program that every device runs as text, a line for each step: results, operands, the axes of their dims, your line.
 
@@ -210,6 +233,21 @@ class Plan(record.Plan, report.Document):
 
     def __rich__(self) -> Any:
         return report.plan_renderable(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file: ``.html``, a page of its own (nothing from the network); ``.json``; ``.txt``;
+        ``.perfetto.json``, the timeline of the step in the Chrome trace event format, for https://ui.perfetto.dev.
+
+        The trace has a thread for each lane: compute, loops, ICI, DCN, copies to and from the host. Times are microseconds. The
+        arguments of an event are its dims, axes, bytes, cause (the rule of a collective) and line.
+
+        Raises:
+          UnsupportedError: another suffix; a trace of a plan without a chip, which has no times.
+        """
+        super().save(path)
+
+    def _writers(self) -> dict[str, Callable[[], str]]:
+        return {".perfetto.json": lambda: report.trace_json(self), **super()._writers()}
 
     def _page(self) -> str:
         return report.plan_page(self)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from rich.console import Console
+from rich.text import Text
 
 from ..errors import UnsupportedError
 
@@ -21,12 +22,31 @@ NOTEBOOK_COLUMNS = 110
 """Characters of the line in a notebook cell; longer texts end in ``…``."""
 TICK_SECONDS = 1.0
 """Interval at which the elapsed time in a notebook cell is updated."""
+MAX_RESULTS = 12
+"""Results that a terminal shows above a bar, the last ones."""
 REPEAT_SECONDS = 30
 """Without a terminal, the interval at which a line is printed while no new text comes."""
 
 
 Say = Callable[[str], None]
 """A function of a text, which follows the title. With an empty text only the elapsed time changes."""
+
+
+class Counted(str):
+    """A text of an activity that has done some of a known number of parts: a terminal shows a bar and the time left.
+
+    Attributes:
+      done, total: numbers of parts.
+      results: a line for each part that is done, shown above the bar.
+    """
+
+    __slots__ = ("done", "results", "total")
+
+    def __new__(cls, text: str, done: int, total: int, results: Sequence[str] = ()) -> Counted:
+        """The text with these attributes."""
+        out = super().__new__(cls, text)
+        out.done, out.total, out.results = done, total, results
+        return out
 
 
 def progress_line(title: str, progress: Progress) -> AbstractContextManager[Say]:
@@ -60,16 +80,34 @@ def _callback(title: str, progress: Callable[[str], None]) -> Iterator[Say]:
 
 @contextlib.contextmanager
 def _terminal(title: str, console: Console) -> Iterator[Say]:
-    """A line of the width of the terminal, which disappears at the end: spinner, elapsed time, title and text."""
-    from rich.progress import Progress as Bar
-    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+    """A line of the width of the terminal, which disappears at the end: spinner, elapsed time, title and text; for a
+    :class:`Counted` text also a bar with the time left, and above it the results."""
+    from rich import progress as parts
     from rich.table import Column
 
     one_line = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    text = TextColumn("{task.description}", markup=False, table_column=one_line)
-    with Bar(SpinnerColumn(), TimeElapsedColumn(), text, console=console, transient=True, expand=True) as bar:
+    text = parts.TextColumn("{task.description}", markup=False, table_column=one_line)
+    shown = Counted(title, 0, 0)
+
+    class Bar(parts.Progress):
+        def get_renderables(self) -> Iterator[Any]:
+            yield from (Text(line, no_wrap=True, overflow="ellipsis") for line in shown.results[-MAX_RESULTS:])
+            self.columns = (*counted, *plain) if shown.total else plain
+            yield self.make_tasks_table(self.tasks)
+
+    plain = parts.SpinnerColumn(), parts.TimeElapsedColumn(), text
+    counted = parts.BarColumn(12), parts.MofNCompleteColumn(), parts.TimeRemainingColumn(compact=True)
+    with Bar(*plain, console=console, transient=True, expand=True, redirect_stdout=False) as bar:
         task = bar.add_task(title, total=None)
-        yield lambda text: bar.update(task, description=_one_line(title, text))
+
+        def say(text: str) -> None:
+            nonlocal shown
+            if isinstance(text, Counted):
+                shown = text
+                bar.update(task, completed=text.done, total=text.total)
+            bar.update(task, description=_one_line(title, text))
+
+        yield say
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def index_in_cluster(cluster: int) -> Any:
 
 
 def activate(matmuls: Sequence[jax.Array], activation: str | None) -> jax.Array:
-    """`reference.activate` in operations that both compilers support: exponentials, which may overflow to a quotient of 0."""
+    """`activations.activate` in operations that both compilers support: exponentials, which may overflow to a quotient of 0."""
     x = matmuls[0]
     if activation == "relu":
         x = jnp.maximum(x, 0.0)

@@ -39,7 +39,7 @@ def gather(options: Options, lhs: jax.Array, indices: jax.Array | None) -> jax.A
 
     def plain(lhs, index):
         if index.shape[1] == 1:
-            return reference.gather_rows(lhs, index[:, 0])
+            return _gather_rows(lhs, index[:, 0])
         return routing_reference.gather_sum(lhs, index, None)
 
     def kernel(function):
@@ -101,3 +101,9 @@ def _tpu_tile(config: Config, p: Problem) -> tpu_tiles.Tile | None:
         if (sizes.k % k == 0 if sizes.transposes else sizes.k == k) and sizes.n % n == 0:
             return tpu_tiles.Tile(*tuned.tile)
     return tpu_tiles.pick_tile(sizes, p.lhs.dtype.itemsize)
+
+
+def _gather_rows(lhs: jax.Array, indices: jax.Array) -> jax.Array:
+    """`lhs[indices]`, with zeros where an index is out of range."""
+    in_range = (indices >= 0) & (indices < lhs.shape[0])
+    return jnp.where(in_range[:, None], lhs[jnp.where(in_range, indices, 0)], 0)

@@ -13,6 +13,8 @@ from meshpar_kernels.tuning import MatmulKey
 
 STATIC: dict[str, Any] = {"static": True}
 """Metadata of the fields that are no arrays, for `jax.tree_util.register_dataclass`."""
+QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
+"""Dtypes of weights with scales."""
 
 
 class Grouped:
@@ -114,3 +116,16 @@ Problem = MatmulProblem | TransposeProblem
 def padded_scale(row_scale: jax.Array, tile: int) -> jax.Array:
     """[M] → float32 [⌈M / tile⌉·tile], padded so that the factors of every tile can be loaded."""
     return jnp.pad(row_scale.astype(jnp.float32), (0, -row_scale.shape[0] % tile))
+
+
+def dequantized(p: MatmulProblem, matrix: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """One group's matrix times its scales, rounded to `dtype`.
+
+    Args:
+      matrix: [K, N], or [N, K] with `p.transpose_rhs`.
+      scale: [B, N], of B blocks of K; or, with `p.transpose_scale`, [B, K], of B blocks of N.
+    """
+    blocks, width = scale.shape
+    factors = jnp.broadcast_to(scale[:, None], (blocks, matrix.size // (blocks * width), width)).reshape(-1, width)
+    factors = factors if p.transpose_rhs == p.transpose_scale else factors.T
+    return (matrix.astype(jnp.float32) * factors).astype(dtype)

@@ -2,53 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels._arithmetic import precision
-from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
-
-QUANTIZED = (jnp.int8, jnp.float8_e4m3fn)
-"""Dtypes of weights with scales."""
-
-ACTIVATIONS: dict[str | None, Callable[[jax.Array], jax.Array]] = {
-    None: lambda x: x,
-    "silu": jax.nn.silu,
-    "gelu": jax.nn.gelu,  # with tanh
-    "relu": jax.nn.relu,
-}
-
-
-def activate(matmuls: Sequence[jax.Array], activation: str | None) -> jax.Array:
-    """From the float32 matmuls [M, N] with each matrix: act(first), times the second if there are two."""
-    value = ACTIVATIONS[activation](matmuls[0])
-    return value if len(matmuls) == 1 else value * matmuls[1]
-
-
-def gather_rows(lhs: jax.Array, indices: jax.Array | None) -> jax.Array:
-    """`lhs[indices]`, with zeros where an index is out of range."""
-    if indices is None:
-        return lhs
-    if lhs.shape[0] == 0:
-        return jnp.zeros((indices.shape[0], lhs.shape[1]), lhs.dtype)
-    in_range = (indices >= 0) & (indices < lhs.shape[0])
-    return jnp.where(in_range[:, None], lhs[jnp.where(in_range, indices, 0)], 0)
-
-
-def dequantized(p: MatmulProblem, matrix: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """One group's matrix times its scales, rounded to `dtype`.
-
-    Args:
-      matrix: [K, N], or [N, K] with `p.transpose_rhs`.
-      scale: [B, N], of B blocks of K; or, with `p.transpose_scale`, [B, K], of B blocks of N.
-    """
-    blocks, width = scale.shape
-    factors = jnp.broadcast_to(scale[:, None], (blocks, matrix.size // (blocks * width), width)).reshape(-1, width)
-    factors = factors if p.transpose_rhs == p.transpose_scale else factors.T
-    return (matrix.astype(jnp.float32) * factors).astype(dtype)
+from meshpar_kernels.grouped_matmul.activations import activate
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem, dequantized
 
 
 def grouped_matmul(p: MatmulProblem) -> jax.Array:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from meshpar_kernels._arithmetic import precision
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels.grouped_matmul.activations import activate
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem, TransposeProblem
-from meshpar_kernels.grouped_matmul.reference import activate
 
 _LAST, _FIRST = (((1,), (2,)), ((), ())), (((1,), (1,)), ((), ()))
 """Dimension numbers of [M, K] by [G, N, K] and by [G, K, N]."""

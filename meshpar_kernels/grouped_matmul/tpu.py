@@ -16,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels._arithmetic import dot
 from meshpar_kernels.grouped_matmul import tpu_tiles
+from meshpar_kernels.grouped_matmul.activations import activate
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem
-from meshpar_kernels.grouped_matmul.reference import activate
 from meshpar_kernels.grouped_matmul.schedule import row_tile_steps
 from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, call_by_tile_steps, in_blocks, row_mask
 from meshpar_kernels.grouped_matmul.tpu_tiles import Tile

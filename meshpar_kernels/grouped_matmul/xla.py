@@ -8,8 +8,8 @@ from jax import lax
 
 from meshpar_kernels._arithmetic import dot
 from meshpar_kernels._compat import same_varying
-from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem, padded_scale
-from meshpar_kernels.grouped_matmul.reference import activate, dequantized
+from meshpar_kernels.grouped_matmul.activations import activate
+from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem, dequantized, padded_scale
 from meshpar_kernels.grouped_matmul.schedule import group_tile_steps, row_tile_steps
 
 

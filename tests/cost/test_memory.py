@@ -4,12 +4,14 @@ import json
 
 import jax
 import jax.numpy as jnp
+import lab_program
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
 import meshpar as mp
 from meshpar._src.cost.kernel_time import kernel_times
+from meshpar._src.cost.memory import GATHERED, memory_by_role
 from meshpar._src.program.primitives import add_row_p
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
@@ -194,6 +196,18 @@ def test_a_rematerialised_layer_saves_its_input_alone():
     once = F32 * LAYERS * BATCH * WIDTH
     assert saved(jax.checkpoint(layer, prevent_cse=False)) == once
     assert saved(layer) >= 3 * once
+
+
+def test_the_roles_over_a_step_add_up_to_the_curve():
+    plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
+    stacks = memory_by_role(plan)
+    assert [sum(stack.values()) for stack in stacks] == pytest.approx([n for _, n, _ in plan.memory.points])
+    highest = max(stacks, key=lambda stack: sum(stack.values()))
+    assert sum(highest.values()) == pytest.approx(plan.memory.peak)
+    gathered = highest.pop(GATHERED)
+    assert gathered >= F32 * 256 * 512 / 4  # a weight of one layer, gathered over `data`
+    highest["temporaries"] += gathered
+    assert {role: n for role, n in highest.items() if n} == pytest.approx(plan.memory.by_kind)
 
 
 def test_the_curve_runs_through_the_program_and_ends_at_the_results():

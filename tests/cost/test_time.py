@@ -256,7 +256,7 @@ def test_the_bottleneck_names_the_largest_collective_and_its_cause():
     made = plan(step, PARAMS, array(TOKENS, EMBED), layout="mlp: model", dims=DIMS, mesh="model=16")
     text = made.time.bottleneck
     assert text.startswith("communication: ")
-    assert "is all-reduce over model: `mlp: model` splits `mlp`, which dot_general contracts" in text
+    assert "is all-reduce over model: each device has only a part of the sum (`mlp: model` splits `mlp`)" in text
 
 
 def test_the_bottleneck_names_the_largest_product_or_the_largest_reader():

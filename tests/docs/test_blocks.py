@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import sys
+import tomllib
 from types import ModuleType
 
 import blocks
@@ -29,12 +30,13 @@ def test_a_page_runs(page, tmp_path):
     render(page, tmp_path)
 
 
-def test_the_readme_shows_what_its_example_prints():
-    text = blocks.README.read_text()
+def test_the_readme_runs_and_shows_what_its_example_prints():
     with blocks.workplace():
-        printed = "".join(blocks.run_page(text, "README.md"))
-    (shown,) = re.findall(r"^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert shown in printed
+        blocks.rendered(blocks.README.read_text(), "README.md")
+
+
+def test_the_readme_has_at_most_170_lines():
+    assert blocks.README.read_text().count("\n") <= 170
 
 
 def test_no_page_takes_the_place_of_one_that_sphinx_makes():
@@ -67,7 +69,7 @@ def test_the_page_of_errors_runs_and_each_section_shows_its_class(tmp_path, monk
         sections = re.findall(r"^## (\w+)$", text[: block.begin], re.MULTILINE)
         if block.word == "error" or "show_warning(lambda" in block.code:
             raised += 1
-            assert output.startswith(f"{sections[-1]}: ")
+            assert blocks.plain(output).startswith(f"{sections[-1]}: ")
     assert raised >= 15
 
 
@@ -100,6 +102,13 @@ def test_output_stands_where_the_page_asks_for_it():
     output = "```{code-block} text\n:class: output\n\n…\nb\nc 1\n…\n```\n"
     want = f'Text.\n\n```python\nprint("a\\nb\\nc 1\\nd")\n```\n\n{output}\n\nMore.\n'
     assert blocks.rendered(page, "page.md") == want
+
+
+def test_colours_are_on_the_site_only():
+    page = '```python\nprint("\\x1b[1;94mdata\\x1b[0m < 4", "\\x1b[91mmodel\\x1b[0m")\n```\n<!-- output -->\n'
+    html = '<pre class="output"><span class="sgr-1 sgr-94">data</span> &lt; 4 <span class="sgr-91">model</span></pre>'
+    assert html in blocks.rendered(page, "page.md")
+    assert blocks.with_stored_output(page, "page.md").endswith("```text\ndata < 4 model\n```\n")
 
 
 STORED = "```python\nprint(1)\n```\n<!-- output -->\n\n```text\n{}\n```\n\nMore.\n"
@@ -150,3 +159,44 @@ def test_long_lines_are_wrapped():
     lines = blocks.rendered(page, "page.md").splitlines()
     assert max(map(len, lines)) <= blocks.WIDTH
     assert " ".join(lines).count("word ") >= 40
+
+
+@pytest.mark.parametrize("page", blocks.PAGES, ids=lambda page: page.stem)
+def test_a_page_begins_with_a_sentence_that_says_what_it_is_for(page):
+    text = blocks._with_generated(page.read_text())
+    _, first = re.match(r"(# [^\n]+\n+)(.*?)(?:\n\s*\n|\Z)", text, re.DOTALL).groups()
+    sentence = re.split(r"(?<=[.:])\s", first.replace("\n", " "))[0]
+    assert re.match(r"[\w`*\[]", sentence), f"{page.name} begins with {sentence[:60]!r}"
+    assert sentence[-1] in ".:"
+    assert len(sentence.split()) >= 5
+
+
+def test_the_table_of_extras_is_that_of_the_package():
+    project = tomllib.loads((blocks.ROOT / "pyproject.toml").read_text())["project"]
+    listed = re.findall(r"^\| (`.*?) \|", (blocks.ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`([\w-]+)`", " ".join(listed))) == set(project["optional-dependencies"])
+
+
+@pytest.mark.parametrize("page", [blocks.README, *blocks.PAGES], ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_what_needs_a_release_is_not_on_a_page(page):
+    assert re.findall(r'pip install "?meshpar|do(?:es)? not exist yet', page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", [blocks.README, *blocks.PAGES], ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_every_output_is_stored(page):
+    assert [b.line for b in blocks.blocks_of(page.read_text()) if b.shown and b.stored is None] == []
+
+
+def test_what_varies_is_not_compared():
+    page = "```python\nprint({})\n```\n" + '<!-- output varies="[0-9.]+ s" -->\n\n```text\n{}\n```\n'
+    assert "took 2.5 s" in blocks.rendered(page.format("'took 2.5 s'", "took 1 s"), "page.md")
+    assert blocks.with_stored_output(page.format("'took 2.5 s'", "took 1 s"), "page.md") == page.format(
+        "'took 2.5 s'", "took 1 s"
+    )
+    with pytest.raises(ValueError, match="differs"):
+        blocks.rendered(page.format("'it took 2.5 s'", "took 1 s"), "page.md")
+
+
+def test_an_output_is_stored_behind_its_marker():
+    page = "```python\nprint(1)\n```\n<!-- output -->\n\nMore.\n"
+    assert blocks.with_stored_output(page, "page.md") == STORED.format(1)

@@ -1,4 +1,4 @@
-"""The page of the coverage: each test that it names exists, and so does each page and section that it links to."""
+"""The page of the coverage: each test that it names exists. Of all pages: so do the pages and sections that they link to."""
 
 import re
 
@@ -35,3 +35,15 @@ def test_the_evidence_of_a_row_exists(row):
 def test_no_row_is_twice():
     assert len(ROWS) > 60
     assert len({row[0] for row in ROWS}) == len(ROWS)
+
+
+@pytest.mark.parametrize("page", [blocks.README, *blocks.PAGES], ids=lambda page: f"{page.parent.name}-{page.stem}")
+def test_links_lead_to_files_and_sections(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        name, _, section = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        if section and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert section in map(anchor, headings), link

@@ -5,13 +5,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import ShapeDtypeStruct
-from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar._src.compat.quirks import psum_scatter
 from meshpar._src.hardware.algorithms import ALGORITHMS, choose_algorithm
 from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.hardware.collective_time import seconds_of
@@ -75,37 +72,6 @@ def test_phases():
     assert ALGORITHMS["native"].phases([]) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "groups", "dim"),
-    [("native", [8], 0), ("staged", [2, 2, 2], 1), ("hierarchical", [2, 2, 2], 0), ("ring", [2, 2, 2], 1)],
-)
-def test_every_algorithm_emits_the_blocks_of_one_psum_scatter(name, groups, dim):
-    mesh = mp.mesh("a=2, b=2, c=2")
-    x = jax.random.randint(jax.random.key(0), (8, 16, 24), -9, 9).astype(jnp.float32)
-
-    axes = ("a", "b", "c")
-
-    def scatter(x):
-        return ALGORITHMS[name].reduce_scatter(x[0], axes, dim, ("a",), psum_scatter)
-
-    spec = P(*[axes if i == dim else None for i in range(2)])
-    run = jax.shard_map(scatter, mesh=mesh, in_specs=P(axes), out_specs=spec, check_vma=False)
-    np.testing.assert_array_equal(run(x), np.asarray(x).sum(0))
-    sent = [e for e in jaxpr_of(run, x) if e.primitive.name == "reduce_scatter"]
-    axes = [e.params["axis_name"] for e in sent]
-    sizes = [math.prod(mesh.shape[n] for n in ((a,) if isinstance(a, str) else a)) for a in axes]
-    assert sizes == groups
-    if name == "hierarchical":
-        assert "a" in str(axes[-1])
-
-
-def jaxpr_of(fn, *args):
-    """The equations of the body of a shard_map."""
-    (outer,) = jax.make_jaxpr(fn)(*args).jaxpr.eqns
-    inner = outer.params["jaxpr"]
-    return getattr(inner, "jaxpr", inner).eqns
-
-
 def test_rates_reach_the_kernels_in_gigabytes_a_second():
     """Over two slices the model that kernels share has the same seconds as hand arithmetic in bytes/s."""
     name, why = choose_algorithm("reduce-scatter", 2.0**30, [Stage(2, "slice"), Stage(16, "x", True)], CHIPS["v5e"])
@@ -122,5 +88,47 @@ def test_rates_reach_the_kernels_in_gigabytes_a_second():
 def test_bytes_between_slices_follow_the_order_of_the_phases(name, sent, crossing):
     """A staged reduce-scatter has all 256 bytes at the major stage; the others reduce within the slices first."""
     op = "collective-permute" if name == "ring" else "reduce-scatter"
-    assert ALGORITHMS[name].dcn_bytes(op, sent, [Stage(2, "slice"), X, Z]) == pytest.approx(crossing)
-    assert ALGORITHMS[name].dcn_bytes(op, sent, [X, Z]) == 0
+    parts = ALGORITHMS[name].stage_bytes(op, sent, [Stage(2, "slice"), X, Z])
+    assert sum(n for s, n in parts if s.between) == pytest.approx(crossing)
+    assert not any(s.between for s, _ in ALGORITHMS[name].stage_bytes(op, sent, [X, Z]))
+
+
+def test_an_axis_that_fills_several_slices_sends_between_them():
+    """Of 256 bytes a reduce-scatter over 2 × 16 devices has 16 left when it leaves the slice, and sends half of them."""
+    axis = Stage(32, "slice", fills=(Stage(4, "x"), Stage(4, "y"), Stage(2, "slice")))
+    parts = ALGORITHMS["native"].stage_bytes("reduce-scatter", 248.0, [axis])
+    assert [sent for s, sent in parts if s.between] == [pytest.approx(8.0)]
+    assert ALGORITHMS["ring"].stage_bytes("collective-permute", 8.0, [axis]) == [(axis, 8.0)]  # at the edge of a slice
+
+
+SNAKE = Stage(16, fills=(Stage(4, "x"), Stage(4, "y")))  # an axis that JAX maps to a 4x4 slice like a snake
+
+
+@pytest.mark.parametrize("op", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"])
+@pytest.mark.parametrize("name", ["native", "staged", "hierarchical", "ring"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [X, Z],
+        [Stage(4, "slice"), X, Stage(2, "y")],
+        [Stage(2, "slice"), Stage(4, "switch")],
+        [Z, Stage(2, "core")],
+        [SNAKE],
+        [Stage(1)],
+    ],
+)
+def test_all_bytes_pass_the_links_of_some_stage(op, name, stages):
+    parts = ALGORITHMS[name].stage_bytes(op, 960.0, stages)
+    assert sum(sent for _, sent in parts) == pytest.approx(960.0 if math.prod(s.size for s in stages) > 1 else 0.0)
+    assert all(sent >= 0 and s.size > 1 for s, sent in parts)
+
+
+def test_torus_dimensions_that_are_used_at_once_end_at_once():
+    """The slowest one would have the bytes of the others' links to spare; seconds of the cost model, without latency."""
+    stages, chip = [X, Stage(2, "y", False), Stage(4, "z", True, 4)], CHIPS["v5e"]
+    seconds = {
+        sent / chip.rate(s.dim, s.stride) / (2 if s.wraps else 1)
+        for s, sent in ALGORITHMS["native"].stage_bytes("all-gather", BIG * 127 / 128, stages)
+    }
+    assert max(seconds) == pytest.approx(min(seconds))
+    assert max(seconds) == pytest.approx(seconds_of("all-gather", BIG, stages, chip))

@@ -178,15 +178,17 @@ def test_a_kind_of_device_that_is_not_known_is_said_before_its_rings_become_line
 
 
 @pytest.mark.parametrize(
-    ("topology", "text", "size", "box"),
+    ("topology", "text", "size", "dim", "box"),
     [
-        ("v5e:4x4", "data=16", 16, [(4, "x"), (4, "y")]),  # as JAX lays it: like a snake
-        ("v5e:2x4", "data=8", 8, [(2, "x"), (4, "y")]),
-        ("tpu7x:2x2x2", "data=16", 16, [(2, "x"), (2, "y"), (2, "z"), (2, "core")]),
+        ("v5e:4x4", "data=16", 16, "", [(4, "x"), (4, "y")]),  # as JAX lays it: like a snake
+        ("v5e:2x4", "data=8", 8, "", [(2, "x"), (4, "y")]),
+        ("2x v5e:4x4", "data=32", 32, "slice", [(4, "x"), (4, "y"), (2, "slice")]),
+        ("tpu7x:2x2x2", "data=16", 16, "", [(2, "x"), (2, "y"), (2, "z"), (2, "core")]),
     ],
 )
-def test_devices_that_jump_about_may_fill_a_box(topology, text, size, box):
-    assert laid(topology, text) == {"data": (Stage(size, fills=tuple(Stage(*s) for s in box)),)}
+def test_devices_that_jump_about_may_fill_a_box(topology, text, size, dim, box):
+    """The box may be of several slices, between which the axis then is."""
+    assert laid(topology, text) == {"data": (Stage(size, dim, fills=tuple(Stage(*s) for s in box)),)}
 
 
 def test_devices_that_jump_about_and_fill_no_box():

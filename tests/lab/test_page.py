@@ -1,10 +1,11 @@
 """The lab's page in a browser: edits by mouse, keyboard or as text show the numbers of ``mp.plan``."""
 
 import json
+import re
 
 import lab_program
 import pytest
-from browser import chromium
+from browser import CONTRASTS, chromium
 
 from meshpar._src.lab.server import Server
 from meshpar._src.lab.session import Draft
@@ -205,8 +206,9 @@ def test_two_plans_side_by_side_and_copies(page):
     beside = page.locator("section", has=page.get_by_role("heading", name="Compared with pinned plans"))
     longer = now["seconds"] - pinned["seconds"]
     question = f"Why is this plan {'slower' if longer > 0 else 'faster'} by {format_seconds(abs(longer))}?"
-    beside.get_by_text(question).click()
+    assert beside.locator("details[open] summary").all_inner_texts() == [question]
     assert "embed: data" in beside.locator("details[open] table").inner_text()
+    assert beside.locator("details[open] table").bounding_box()["y"] < 700  # in sight, without scrolling
     beside.get_by_text("Compare in full").click()
     text = beside.inner_text()
     assert format_memory(pinned["peak"]) in text
@@ -345,25 +347,60 @@ def test_known_layouts_and_the_candidates_of_a_search_are_chosen(page):
     assert "search result" in "".join(page.locator(".start tbody tr[aria-current=true]").all_inner_texts())
     assert metrics(page)["seconds"] <= known
     assert agrees(page)
-    points = page.locator(".candidates circle")
+    points = page.locator(".candidates a")
     assert points.count() > page.locator(".start tbody tr").count()
-    assert points.evaluate_all("all => all.filter((x) => x.getAttribute('tabindex') === '0').length") == 1
-    other = page.locator(".candidates circle[aria-checked=false]").nth(5)
+    assert page.locator(".candidates a[tabindex='0']").count() == 1
+    assert f"capacity {format_memory(lab_program.planned(*state(page)).chip.per_device().hbm)}" in text_of_plot(page)
+    times, sizes = (re.findall(rf"([\d.]+) {unit}\b", text_of_plot(page)) for unit in ("[mµ]?s", "[KMG]iB"))
+    assert min(len(times), len(sizes)) >= 3  # ticks
+    other = page.locator(".candidates a[aria-checked=false]").nth(5)
     label = other.get_attribute("aria-label")
+    link = other.get_attribute("href")
     other.dispatch_event("click")
     assert agrees(page)
-    assert page.locator(".candidates circle[aria-checked=true]").first.get_attribute("aria-label") == label
-    assert state(page)[0] in label
-    points.first.focus()
+    assert page.locator(".candidates a[aria-checked=true]").first.get_attribute("aria-label") == label
+    shown = state(page)
+    assert shown[0] in label
+    first = points.first
+    first.focus()
+    order = points.evaluate_all("all => all.map((x) => x.getAttribute('aria-label'))")
+    page.keyboard.press("Home")
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
-    label = points.nth(2).get_attribute("aria-label")
+    label = page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert label in order
     page.keyboard.press("Enter")
     assert agrees(page)
-    assert label in page.locator(".candidates circle[aria-checked=true]").evaluate_all(
-        "all => all.map((x) => x.getAttribute('aria-label'))"
-    )
+    checked = page.locator(".candidates a[aria-checked=true]")
+    assert label in checked.evaluate_all("all => all.map((x) => x.getAttribute('aria-label'))")
     assert format_seconds(metrics(page)["seconds"]) in label
+    open_link(page, link)  # as a tab that the browser opens
+    assert state(page) == shown
+
+
+def text_of_plot(page):
+    return page.locator(".candidates").text_content()
+
+
+def test_a_capacity_that_is_near_is_a_line_in_the_plot(page):
+    """In place of 15.75 GiB, of which the small program needs a thousandth."""
+
+    def smaller(route):
+        response = route.fetch()
+        reply = response.json()
+        for row in reply.get("result") or ():
+            row["capacity"] = [6 * 2**20, "6 MiB"]
+        route.fulfill(response=response, json=reply)
+
+    assert page.locator(".candidates [stroke-dasharray]").count() == 0
+    page.route("**/ask", smaller)
+    page.reload()
+    page.locator(".start[aria-busy=false]").wait_for()
+    assert "capacity 6 MiB" in text_of_plot(page)
+    line = page.locator(".candidates [stroke-dasharray]").bounding_box()["y"]
+    for point in page.locator(".candidates a").all():
+        peak = float(re.search(r"([\d.]+) MiB", point.get_attribute("aria-label"))[1])
+        assert (peak > 6) == (point.locator("circle").bounding_box()["y"] + 5 < line)
 
 
 def test_rules_name_their_parallelism_and_arguments_are_drawn(page):
@@ -380,15 +417,49 @@ def test_rules_name_their_parallelism_and_arguments_are_drawn(page):
     assert page.locator("#sent-0").get_attribute("open") is not None
 
 
+def test_hints_are_dismissed_once(browser, server):
+    """In this browser also for a lab at another port; in another browser they are there."""
+    other = Server(server.session)
+    other.start()
+    context = browser.new_context()
+    for url, seen in ((server.url, 2), (server.url, 2), (other.url, 2), (other.url, 0), (server.url, 0)):
+        page = context.new_page()
+        page.goto(url)
+        page.locator("main[data-metrics]").wait_for()
+        hints = page.locator(".hint:visible")
+        assert hints.count() == seen
+        if url == other.url and seen:
+            texts = " ".join(hints.all_inner_texts())
+            assert "Search plans" in texts
+            assert "Pin this plan" in texts
+            hints.first.get_by_role("button", name="Got it").click()
+            assert hints.count() == 0
+        page.close()
+    context.close()
+    other.stop()
+
+
 def test_it_fits_and_follows_the_colour_scheme(page):
-    for width in (360, 700, 1300, 1400):
+    for width in (360, 700, 1300):
         page.set_viewport_size({"width": width, "height": 900})
+        page.reload()
+        page.locator("main[data-metrics]").wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.locator(".lane.kernels").bounding_box()["width"] > width / 3
         tops = page.locator(".metrics .card").evaluate_all("all => all.map((card) => card.getBoundingClientRect().top)")
         assert {tops.count(top) for top in tops} <= {2, 4}
     for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(20, 24, 28)")):
         page.emulate_media(color_scheme=scheme)
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+
+
+def test_texts_have_the_contrast_of_wcag(page):
+    """4.5 to 1 in both colour schemes, hints and the texts of the plot included; without disabled controls and hatched bars."""
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        wait_until_drawn(page)
+        assert page.locator(".hint:visible").count() == 2
+        assert page.evaluate(CONTRASTS) == []
 
 
 def test_every_control_has_a_name_and_shows_the_focus(page):

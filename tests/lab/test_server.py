@@ -106,3 +106,15 @@ def test_a_server_in_a_thread(capsys):
     with contextlib.closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)) as connection:
         connection.request("GET", url[url.index("/?") :])
         assert connection.getresponse().status == 200
+
+
+def test_the_address_and_the_session_as_json(capsys):
+    lab = lab_program.lab()
+    url = lab.serve(browser=False, block=False, as_json=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    printed = json.loads(line)
+    assert printed["address"] == url
+    session = printed["session"]
+    assert (session["mesh"], session["topology"]) == (lab_program.MESH, lab_program.TOPOLOGY)
+    assert session["layout"].split("; ") == lab_program.RULES
+    assert dict(session["dims"])["batch"] == [lab_program.X.shape[0]]

@@ -135,7 +135,7 @@ def test_the_plan_says_why_and_counts_the_backward_pass(grid):
     # each device: 8 of 32 tokens of one of 2 rows; half goes up and half down, 3 hops each
     half = 1 * 4 * 4 * 4 * 4
     assert [(c.bytes, c.count) for c in mine[:4]] == [(half, 3)] * 4
-    assert mine[0].cause == "`seq: context` splits `seq`, along which attention communicates: keys go up the ring"
+    assert mine[0].cause == "`seq: context` splits `seq`, and attention works along it: keys go up the ring"
     # keys and values, up and down, there and back; float32 gradients two hops on and one home
     assert sum(c.total_bytes for c in mine) == 2 * (4 * 3 * half) + 4 * (2 + 1) * half
 

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from same_results import assert_close
 
 import meshpar as mp
+from meshpar._src.hardware.algorithms import ALGORITHMS
 from meshpar._src.hardware.topology import Stage
 from meshpar._src.layout import to_partition_spec
-from meshpar._src.lower.collectives import combined, follow
+from meshpar._src.lower.collectives import combined, follow, reduce_scatter
 from meshpar._src.plan.resharding import reshard, reshard_bytes
 from meshpar._src.rules.spmd import Grid
 from meshpar._src.verify.hlo import collectives
@@ -179,3 +180,34 @@ def test_a_slice_before_an_all_to_all():
     layout = mp.Layout("f, d, a, b?: x", resolve="cost")
     fn = mp.jit(f, mesh="x=2, y=2, idle=2", layout=layout, dims={"x": "_ _ b", "y": "a f d"}, lowering="shard_map")
     assert_close(fn(x, y), f(x, y), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "dim"),
+    [("native", [8], 0), ("staged", [2, 2, 2], 1), ("hierarchical", [2, 2, 2], 0), ("ring", [2, 2, 2], 1)],
+)
+def test_every_algorithm_emits_the_blocks_of_one_psum_scatter(name, groups, dim):
+    mesh = mp.mesh("a=2, b=2, c=2")
+    x = jax.random.randint(jax.random.key(0), (8, 16, 24), -9, 9).astype(jnp.float32)
+
+    axes = ("a", "b", "c")
+
+    def scatter(x):
+        return reduce_scatter(x[0], axes, dim, ALGORITHMS[name], ("a",))
+
+    spec = jax.P(*[axes if i == dim else None for i in range(2)])
+    run = jax.shard_map(scatter, mesh=mesh, in_specs=jax.P(axes), out_specs=spec, check_vma=False)
+    np.testing.assert_array_equal(run(x), np.asarray(x).sum(0))
+    sent = [e for e in jaxpr_of(run, x) if e.primitive.name == "reduce_scatter"]
+    axes = [e.params["axis_name"] for e in sent]
+    sizes = [math.prod(mesh.shape[n] for n in ((a,) if isinstance(a, str) else a)) for a in axes]
+    assert sizes == groups
+    if name == "hierarchical":
+        assert "a" in str(axes[-1])
+
+
+def jaxpr_of(fn, *args):
+    """The equations of the body of a shard_map."""
+    (outer,) = jax.make_jaxpr(fn)(*args).jaxpr.eqns
+    inner = outer.params["jaxpr"]
+    return getattr(inner, "jaxpr", inner).eqns

@@ -169,7 +169,6 @@ def test_what_jit_returned_and_pairs_and_searches():
         ({"layouts": "batch: data+model; embed: data", "mesh": "data=8, model=3"}, mp.errors.MeshError, "24"),
         ({"layouts": [("data=3", "batch: data")], "mesh": None}, mp.errors.DivisibilityError, "batch"),
         ({"layouts": [("data=8", "batch: data")]}, mp.errors.MeshError, "have their own meshes"),
-        ({"layouts": "batch: data", "meshes": "data=8"}, mp.errors.MeshError, "both mesh= and meshes="),
         ({"layouts": "batch: data", "rounds": 0}, mp.errors.UnsupportedError, "rounds=0"),
         ({"layouts": "batch: data", "lowering": "gspmd"}, mp.errors.UnsupportedError, "no lowering"),
     ],

@@ -147,6 +147,15 @@ def test_under_jit_a_sum_of_which_every_device_has_a_part_is_sent_whole(mesh, la
     assert sums(plan.replan(layout=layout)) == found
 
 
+@pytest.mark.parametrize(
+    ("mesh", "layout"), [("data=512", "batch, embed: data"), ("slice=2, data=256", "batch, embed: slice+data")]
+)
+def test_under_jit_a_sum_over_several_slices_is_scattered(mesh, layout):
+    """Whether the slices are an axis of their own or not: an all-reduce would send the whole sum over DCN."""
+    plan = plan_of(topology="2x v5e:16x16", mesh=mesh, layout=layout, lowering="jit", overlap=None)
+    assert {op for op, _ in sums(plan)} == {"reduce-scatter"}
+
+
 @pytest.mark.parametrize(("topology", "held"), [("v5p:4x4x8", 4096 * 4096 * 2), ("tpu7x:4x4x4", 0)])
 def test_a_loop_holds_the_whole_sum_of_a_gradient_to_its_end_where_cores_of_their_own_make_it(topology, held):
     def loss(ws, x):

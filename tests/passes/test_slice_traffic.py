@@ -25,3 +25,7 @@ def test_what_crosses_slices():
     assert "all-reduce over slice of `batch seq embed`" in note
     assert tensor.dcn_bytes == pytest.approx(sum(c.total_bytes for c in tensor.collectives if c.axes == ("slice",)))
     assert plan_of("batch, embed: data", mesh="data=8", topology="v5e:2x4").dcn_bytes == 0
+    # one axis over both slices has the traffic of two axes
+    assert plan_of("batch, embed: data", mesh="data=8", topology="2x v5e:2x2").dcn_bytes == pytest.approx(
+        fsdp.dcn_bytes
+    )

@@ -1,33 +1,14 @@
-"""Which of an op's factors may be split: only where every device has a block of every array; and what layouts share."""
+"""Axis assignment: what layouts share, refused dims, and elementwise ops."""
 
 import jax.numpy as jnp
 import pytest
 from arrays import f32
 
 import meshpar as mp
-from meshpar._src.plan.assignment import AxisAssignment, contiguous_only
-from meshpar._src.rules.rule import OpRule
+from meshpar._src.plan.assignment import AxisAssignment
 from meshpar.errors import JoinWarning
 
 SIZES = {"x": 2, "y": 2}
-
-
-def reshape(ins, outs, *extents):
-    return OpRule([ins], [outs], list(extents), ["pass_through"] * len(extents))
-
-
-def test_a_minor_factor_is_sharded_only_if_all_major_ones_are_sharded_to_size_one():
-    rule = reshape([(0, 1)], [(0,), (1,)], 2, 4)
-    assert contiguous_only(rule, [("x",), ("y",)], SIZES) == [("x",), ("y",)]
-    assert contiguous_only(rule, [(), ("y",)], SIZES) == [(), ()]
-
-
-def test_a_factor_that_loses_its_axes_in_one_array_is_unsharded_in_the_others():
-    # [4, 4, 4] → [8, 8]: the middle dim is split in two, one for each neighbour
-    rule = reshape([(0,), (1, 2), (3,)], [(0, 1), (2, 3)], 4, 2, 2, 4)
-    assert contiguous_only(rule, [(), ("y",), ("x",), ()], SIZES) == [(), (), (), ()]
-    assert contiguous_only(rule, [("x", "y"), (), (), ()], SIZES) == [("x", "y"), (), (), ()]
-    assert contiguous_only(rule, [("x", "y"), ("z",), ("u",), ()], SIZES | {"z": 2, "u": 2})[2] == ("u",)
 
 
 def test_layouts_with_the_same_rules_for_some_names_share_their_assignment():
@@ -56,9 +37,8 @@ def test_layouts_with_the_same_rules_for_some_names_share_their_assignment():
     for text in texts:
         fresh = assignment(text, traced())
         assert [a.axes for a in answered[text]] == [a.axes for a in fresh.group_assignments()]
-        values = {fresh.value_items(v): fresh.value_spec(v) for v in fresh.program.inputs}
-        for items, spec in values.items():
-            assert fresh.assignments()[fresh.queries().index[items, ()]] == spec
+        for value in fresh.program.inputs:
+            assert fresh.assignments()[fresh.queries().of_value[value]] == fresh.value_spec(value)
 
 
 @pytest.mark.parametrize(

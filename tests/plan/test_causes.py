@@ -50,9 +50,9 @@ def test_causes_are_sentences(case):
     for _, cause, dims in causes(*case):
         clauses = re.split(r"; | and ", cause)
         assert len(clauses) == len(set(clauses)), cause
-        other = re.search(r"`(\w+)\?*: \S+ does not apply to this \w+, in which `(\w+)` uses", cause)
+        other = re.search(r"(?<!another )`(\w+)` already takes .*, which `(\w+)\?*: \S+` splits", cause)
         assert other is None or other[1] != other[2], cause
-        assert not re.search(r" so$|keeps|works along|rename_dims", cause), cause
+        assert not re.search(r" so$|rename_dims|dot_general|this \w+ of", cause), cause
         assert "×" not in dims, dims
 
 
@@ -61,32 +61,40 @@ def test_a_conv_and_its_halo():
     permutes = [(cause, dims) for op, cause, dims in found if op == "collective-permute"]
     assert permutes
     for cause, dims in permutes:
-        assert cause.startswith("`height: model` splits `height`, along which conv_general_dilated communicates: ")
+        assert cause.startswith("`height: model` splits `height`, and the convolution works along it: ")
         assert dims == "batch height width in"
 
 
 def test_a_gradient_that_is_partial_over_two_dims():
     (cause,) = {cause for op, cause, _ in causes(*CASES[1]) if op == "all-reduce"}
-    splits, _, rest = cause.partition(", which ")
-    assert set(splits.split(" and ")) == {"`batch: data` splits `batch`", "`height: model` splits `height`"}
-    assert rest == "conv_general_dilated contracts; no dim of the result is split over `data`+`model`"
+    splits = re.search(
+        r"^each device has only a part of the sum \((.+)\), so the parts are added up on every device$", cause
+    )
+    assert splits is not None
+    assert set(splits[1].split(", ")) == {"`batch: data` splits `batch`", "`height: model` splits `height`"}
 
 
 def test_two_dims_of_one_name():
     (cause,) = {cause for op, cause, _ in causes(*CASES[3]) if op == "all-gather"}
-    assert cause == "another `seq` of this dot_general is split over `model`, so `seq` is gathered"
+    assert (
+        cause
+        == "another `seq` already takes `model`, so each device first fetches all of `seq`, which `seq: model` splits"
+    )
 
 
 def test_a_renamed_dim_is_stored_with_another_axis():
     found = causes(*CASES[5])
     assert [(op, dims) for op, _, dims in found] == [("collective-permute", "expert embed")]
-    assert found[0][1] == "the layout stores this result of mp.rename with `model` on `embed` instead of `expert`"
+    assert (
+        found[0][1]
+        == "mp.rename makes its result with `model` on `expert`, but the layout stores it with `model` on `embed`"
+    )
 
 
 def test_a_reduction():
     (cause,) = {cause for _, cause, _ in causes(*CASES[7])}
-    assert cause.endswith("which reduce_sum reduces; no dim of the result is split over `data`+`model`")
-    assert "`batch: data` splits `batch` and `seq: model` splits `seq`" in cause
+    assert "only a part of the sum (`batch: data` splits `batch`, `seq: model` splits `seq`)" in cause
+    assert causes(lambda x: x.max(), *CASES[7][1:])[0][1].endswith("so the results are combined on every device")
 
 
 def test_a_table_that_is_gathered_for_the_reads_of_a_loop():
@@ -105,8 +113,8 @@ def test_a_table_that_is_gathered_for_the_reads_of_a_loop():
         return mp.train.accumulate_gradients(jax.value_and_grad(loss_of), 4)(params, tokens)
 
     assert causes(accumulated) == {
-        "all-gather": "`vocab: model` splits `vocab`, which gather indexes; gathering `vocab` once for all reads sends less than "
-        "combining the rows of each read"
+        "all-gather": "the lookup reads rows of `vocab` several times, so each device first fetches all of `vocab`, which "
+        "`vocab: model` splits: adding up the rows of each read sends more"
     }
     assert "all-reduce" in causes(lambda params, tokens: loss_of(params, tokens))
 
@@ -114,7 +122,9 @@ def test_a_table_that_is_gathered_for_the_reads_of_a_loop():
 def test_a_vector_that_an_elementwise_op_needs_in_full():
     shapes, dims = ((32, 16, 128), (128,)), "x: batch seq embed; s: embed"
     ((_, cause, _),) = causes(lambda x, s: x * s, shapes, dims, "batch: data; embed: data", "data=4")
-    assert cause == "`embed: data` does not apply to this mul, in which `batch` uses `data`, so `embed` is gathered"
+    assert (
+        cause == "`batch` already takes `data`, so each device first fetches all of `embed`, which `embed: data` splits"
+    )
 
 
 def test_the_module_of_a_collective():

@@ -105,10 +105,10 @@ def test_without_rename_the_query_side_keeps_the_axis_and_the_key_side_is_gather
 def test_causes_name_the_rules():
     plan = plan_of("batch: data; embed: data")
     gather = next(c for c in plan.collectives if c.op == "all-gather" and c.dims == "embed mlp")
-    refused = "`embed: data` does not apply to this dot_general, in which `batch` uses `data`, so `embed` is gathered"
-    assert gather.cause == refused
+    splits = "each device first fetches all of `embed`, which `embed: data` splits"
+    assert gather.cause == f"`batch` already takes `data`, so {splits}"
     scatter = next(c for c in plan.collectives if c.op == "reduce-scatter" and c.dims == "embed mlp")
-    assert "`batch: data` splits `batch`, which dot_general contracts" in scatter.cause
+    assert "only a part of the sum (`batch: data` splits `batch`)" in scatter.cause
     assert "planned_transformer.py" in gather.source
 
 
@@ -144,7 +144,7 @@ def test_json_and_text_tell_the_same():
     assert sum(c["bytes"] * c["count"] for c in data["collectives"]) == pytest.approx(plan.bytes_sent)
     text = str(plan)
     assert "embed:data mlp:model" in text
-    assert "`batch` uses `data`" in text
+    assert "`batch` already takes `data`" in text
     assert max(map(len, text.splitlines())) <= 120
 
 

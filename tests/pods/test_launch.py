@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -127,6 +129,24 @@ time.sleep(1)
     assert main(["launch", "-n", "2", str(tmp_path / "script.py"), str(tmp_path / "pid")]) == 75
     child = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     wait_until(lambda: not child.exists() or child.read_text().rpartition(") ")[2].startswith("Z"))
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path):
+    body = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(f"{sys.argv[1]}.{p}", "w").write(f"{os.getpid()} {child.pid} ")
+time.sleep(600)
+"""
+    (tmp_path / "script.py").write_text(QUICK + body)
+    words = [sys.executable, "-m", "meshpar", "launch", "-n", "2", str(tmp_path / "script.py"), str(tmp_path / "pids")]
+    launcher = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    wait_until(lambda: len([f for f in tmp_path.glob("pids.*") if f.read_text().endswith(" ")]) == 2)
+    launcher.kill()
+    launcher.wait()
+    for number in " ".join(f.read_text() for f in tmp_path.glob("pids.*")).split():
+        process = Path("/proc", number, "stat")
+        wait_until(lambda process=process: not process.exists() or process.read_text().rpartition(") ")[2][0] == "Z")
 
 
 def test_a_process_that_ends_before_it_connects(launch):

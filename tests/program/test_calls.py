@@ -99,7 +99,7 @@ NO_PRIMITIVES = {
     "verify/hlo_text.py": "operations of HLO",
     "compat/jax.py": "scopes in names of operations",
     "rules/reduce.py": "kinds of factors",
-    "program/naming.py": "names of dims and sentences",
+    "program/guessed_names.py": "names of dims and sentences",
     "entry/options.py": "lowerings",
     "verify/check.py": "lowerings",
 }

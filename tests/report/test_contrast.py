@@ -5,6 +5,8 @@ from importlib import resources
 
 import pytest
 
+from meshpar._src.report.colours import PALETTE, ROLE_PALETTE
+
 CSS = resources.files("meshpar._src.report").joinpath("page.css").read_text("utf8")
 BLOCKS = re.findall(r"\.mp \{ (--ink.*?)\}", CSS, re.DOTALL)[:2]
 LIGHT, DARK = (dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", block)) for block in BLOCKS)
@@ -30,3 +32,15 @@ def test_text_can_be_read(colours):
         for ground in (("page", "soft") if name in ("ink", "dim", "bad") else ("page",))
     }
     assert {pair: ratio for pair, ratio in low.items() if ratio < 4.5} == {}
+
+
+def test_roles_of_memory_have_one_palette_in_pages_and_in_the_terminal():
+    assert [LIGHT[f"m{k}"] for k in range(len(ROLE_PALETTE))] == list(ROLE_PALETTE)
+    assert len({*ROLE_PALETTE, *PALETTE}) == len(ROLE_PALETTE) + len(PALETTE)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_passes_have_readable_labels(colours):
+    """The first pass in the ink of the page, the others in its ground."""
+    pairs = [("p0", "ink"), ("p1", "page"), ("p2", "page")]
+    assert min(contrast(colours[a], colours[b]) for a, b in pairs) >= 4.5

@@ -2,16 +2,20 @@
 
 import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from browser import chromium
 from rich.console import Console
 
 import meshpar as mp
+from meshpar._src.report.colours import ROLE_CLASSES
 from meshpar._src.report.diff import Metric
 from meshpar._src.report.document import plain
-from meshpar._src.report.tables import shortened
+from meshpar._src.report.tables import ratio, shortened
+from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
@@ -46,6 +50,28 @@ def test_what_differs(found):
     assert (metrics["  all-reduce"].a, metrics["  all-reduce"].b) == (2 * sent, 0)
     changes = [metrics[name].change for name in ("sent by a device in a step", "  all-reduce", "  all-gather")]
     assert changes == ["=", "−100.0 %", ""]  # an all-reduce is a reduce-scatter and an all-gather
+
+
+def test_the_verdict_says_which_step_is_shorter_and_why():
+    fast, slow = planned("", "data=8"), planned("batch: data", "data=8")  # communication takes longest
+    verdict = fast.diff(slow).verdict
+    assert slow.seconds / fast.seconds > 2
+    assert verdict.startswith(f"b is {slow.seconds / fast.seconds:.1f} × slower: +")
+    assert verdict.endswith(" communication over `data`")
+    back = slow.diff(fast)
+    assert back.verdict.startswith(f"b is {100 * (1 - fast.seconds / slow.seconds):.0f} % faster: −")
+    assert str(back).startswith(back.verdict)
+    assert back.verdict.replace("−", "&#x2212;") in back._repr_html_() or back.verdict in back._repr_html_()
+    sent = planned("batch: data").diff(planned("batch: data; mlp: model", "data=4, model=2"))
+    assert " communication over `" in sent.verdict
+    mfu = next(m for m in back.metrics if m.name == "MFU")
+    assert mfu.change == f"+{100 * (mfu.b - mfu.a):.0f} points" or mfu.change == "="
+
+
+def test_the_verdict_without_a_chip_or_without_a_difference():
+    unknown = planned("batch: data", topology=None).diff(planned("", topology=None))
+    assert unknown.verdict == f"b sends 0 B a step, a {format_bytes(unknown.a.bytes_sent)}"
+    assert planned("batch: data").diff(planned("batch: data")).verdict.startswith("b takes as long as a, ")
 
 
 def test_the_same_plan():
@@ -92,14 +118,14 @@ def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
     assert [c["bytes"] for c in facts["constants"]] == [w.nbytes] == [facts["memory"]["by_kind"]["constants"]]
     closed.save(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()
-    assert "constants 128.0 KiB" in page
+    assert f'["constants","{ROLE_CLASSES["constants"]}"]' in page
     assert "<td>constants</td>" in page
 
 
 def test_less_is_green_and_more_is_red_in_the_terminal(found):
     out = io.StringIO()
     Console(file=out, width=100, force_terminal=True, color_system="standard").print(found)
-    assert "\x1b[32m−100.0 %" in out.getvalue()
+    assert re.search(r"\x1b\[32m *−100\.0 %", out.getvalue())
     assert "dim" in Metric("sent", 1.0, 1.0, "bytes").cell.css
     assert Metric("sent", 1.0, 2.0, "bytes").cell.terminal.style == "red"
 
@@ -135,3 +161,47 @@ def test_paths_are_in_one_line_each_below_their_common_prefix(width):
 )
 def test_long_paths_lose_their_middle(width, text):
     assert shortened("layers/mlp/down/experts/kernel", width) == text
+
+
+def test_a_page_draws_the_argument_that_differs_most_and_both_times(tmp_path):
+    """The grids are those of the plans, and a plan whose axes run elsewhere on the chips shows where."""
+    a = planned("batch: data", "data=2, model=8", "v5e:4x4")
+    b = planned("batch: data; embed: data; mlp: model", "model=8, data=2", "v5e:4x4")
+    assert a.torus != b.torus
+    a.diff(b).save(tmp_path / "diff.html")
+    with chromium() as browser:
+        page = browser.new_page()
+        wrong = []
+        page.on("pageerror", lambda e: wrong.append(str(e)))
+        page.goto((tmp_path / "diff.html").as_uri())
+        drawings = page.locator(".drawing")
+        assert drawings.locator("h3 code").all_inner_texts() == ["w", "w"]
+        assert drawings.locator("li").all_inner_texts() == [
+            "embed all 256",
+            "mlp all 512",
+            "embed 0:128 of 256",
+            "mlp 0:64 of 512",
+        ]
+        bars = page.locator(".bars .n").all_inner_texts()
+        assert bars == [
+            format_seconds(a.seconds),
+            format_seconds(b.seconds),
+            *(format_memory(p.memory.peak) for p in (a, b)),
+        ]
+        widths = page.locator(".bars .track").evaluate_all(
+            "all => all.map((track) => [...track.children].reduce((sum, part) => sum + parseFloat(part.style.width), 0))"
+        )
+        assert max(widths[:2]) == pytest.approx(100)
+        assert min(widths[:2]) / 100 == pytest.approx(min(a.seconds, b.seconds) / max(a.seconds, b.seconds), rel=1e-4)
+        assert widths[3] / widths[2] == pytest.approx(b.memory.peak / a.memory.peak, rel=1e-4)
+        assert page.locator(".torus").count() == 2
+        assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("actual", "text", "red"), [(1.27, "1.27", True), (1.09, "1.09", False), (0.8, "0.80", True), (None, "", False)]
+)
+def test_a_ratio_far_from_one_is_red(actual, text, red):
+    cell = ratio(actual, 1.0)
+    assert cell.text == text
+    assert bool(cell.terminal and "red" in str(cell.terminal.style)) == red

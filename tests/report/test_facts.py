@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar._src.report.facts import argument_dims, largest_values, loop_timelines, parallelism, rule_effects
+from meshpar._src.report.facts import argument_dims, largest_values, parallelism, rule_effects
+from meshpar._src.report.timeline import COMPUTE, timeline
 
 BATCH, EMBED, MLP, LAYERS = 4096, 1024, 4096, 6
 DIMS = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
@@ -48,7 +49,6 @@ def test_what_a_rule_splits_and_sends():
     assert mlp.collectives.bytes == pytest.approx(activations, rel=0.2)
     assert sum(e.collectives.bytes for e in (batch, mlp, embed)) == pytest.approx(plan.bytes_sent)
     assert batch.collectives.seconds == 0  # no chip is known
-    assert loop_timelines(plan) == []
     up = next(h for h in plan.inputs if h.path == "w/up")
     assert argument_dims(up) == [("layers", ()), ("embed", ("data",)), ("mlp", ("model",))]
 
@@ -70,35 +70,40 @@ def test_a_rule_for_paths_splits_what_the_layout_splits():
     assert sizes(effect) == (1, 64 * 8 * 4, 32 * 8 * 4)
 
 
+def loop_bodies(plan):
+    """The timelines of one iteration of the loops, with their trip counts."""
+    return [(span.body, span.trips) for span, _ in timeline(plan).walk() if span.body is not None]
+
+
 def test_the_layers_over_time_add_up():
     plan = planned("batch: data; embed: data", "data=8", topology="v5e:2x4", overlap="xla")
     effects = [e.collectives.seconds for e in rule_effects(plan)]
     assert min(effects) > 0
     assert sum(effects) == pytest.approx(plan.comm_seconds)
-    forward, backward = loop_timelines(plan)
-    assert forward.trips == backward.trips == LAYERS
-    assert [s.name for s in forward.spans if s.lane == "links"] == ["all-gather"] * 2
-    assert sorted(s.name for s in backward.spans if s.lane == "links") == ["all-gather"] * 2 + ["reduce-scatter"] * 2
+    (forward, once), (backward, again) = loop_bodies(plan)
+    assert once == again == LAYERS
+    assert [s.name for s in forward.spans if s.axes] == ["all-gather"] * 2
+    assert sorted(s.name for s in backward.spans if s.axes) == ["all-gather"] * 2 + ["reduce-scatter"] * 2
     for body in (forward, backward):
+        waits = [s for s in body.spans if s.axes and s.exposed > (1 - 1e-9) * s.seconds]
         for in_flight in (False, True):  # kernels and the collectives that they wait for; the links
-            spans = [s for s in body.spans if (s.lane == "links" and not s.exposed) == in_flight]
+            spans = [s for s in body.spans if (bool(s.axes) and s not in waits) == in_flight]
             spans.sort(key=lambda s: (s.start, s.seconds))
-            assert all(a.start + a.seconds <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
-    assert plan.time is not None
-    in_loops = sum(s.seconds * b.trips for b in (forward, backward) for s in b.spans if s.lane == "compute")
+            assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
+        # weights are sent for ahead; gradients only leave, but programs for v5e do not go on while they are scattered
+        assert {s.name for s in waits} == ({"reduce-scatter"} if body is backward else set())
+    in_loops = sum(s.seconds * LAYERS for b in (forward, backward) for s in b.spans if s.lane == COMPUTE)
     assert in_loops == pytest.approx(sum(o.seconds * o.count for o in plan.time.ops if o.count == LAYERS))
-    # weights are sent for ahead; gradients only leave, but programs for v5e do not go on while they are scattered
-    assert {s.name for b in (forward, backward) for s in b.spans if s.exposed} == {"reduce-scatter"}
 
 
 def test_a_collective_that_is_waited_for_stands_between_kernels():
     plan = planned("batch: data; mlp: model", topology="v5e:2x4")
-    forward = loop_timelines(plan)[0]
-    (reduced,) = [s for s in forward.spans if s.lane == "links"]
+    forward, _ = loop_bodies(plan)[0]
+    (reduced,) = [s for s in forward.spans if s.axes]
     assert reduced.name == "all-reduce"
-    assert reduced.exposed
-    end, others = reduced.start + reduced.seconds, [s for s in forward.spans if s is not reduced]
-    assert all(s.start >= end or s.start + s.seconds <= reduced.start + 1e-12 for s in others)
+    assert reduced.exposed == pytest.approx(reduced.seconds)
+    others = [s for s in forward.spans if s is not reduced]
+    assert all(s.start >= reduced.end - 1e-12 or s.end <= reduced.start + 1e-12 for s in others)
 
 
 def test_the_largest_values_in_between():

@@ -52,7 +52,7 @@ def test_the_all_to_all_of_a_hint_is_that_of_the_renamed_program():
     assert edited.bytes_sent < plan.bytes_sent
     assert exchange_hints(edited) == []
     text = " ".join(str(plan).split())
-    assert "hint dot_general at " in text
+    assert "hint the matmul at " in text
     assert "all-gathers of `batch`, since `expert` has `expert`" in text
     assert "\nhint" not in str(edited)
 

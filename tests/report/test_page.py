@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import lab_program
 import pytest
-from browser import chromium
+from browser import CONTRASTS, chromium
 
 import meshpar as mp
 from meshpar._src.entry.cli import main
-from meshpar._src.report.facts import loop_timelines, rules_of
-from meshpar._src.units import format_seconds
+from meshpar._src.report.facts import kernel_seconds, rules_of
+from meshpar._src.report.timeline import COMPUTE, LOOP, timeline
+from meshpar._src.units import format_memory, format_seconds
 
 LAYOUT = "; ".join(lab_program.RULES)
 
@@ -140,8 +141,73 @@ def test_an_array_without_dims_and_a_mesh_of_one_device(browser, tmp_path):
     context.close()
 
 
+def drawn(page, lane):
+    """(seconds at its start, seconds) of the boxes of a lane of the timeline."""
+    boxes = page.locator(f"#timeline .lane[aria-label='{lane}'] i")
+    return boxes.evaluate_all("all => all.map((i) => [Number(i.dataset.start), Number(i.dataset.seconds)])")
+
+
+def test_the_timeline_ends_with_the_step(page, plan):
+    """The boxes of the complete step, and of one iteration of a loop, are where the plan's schedule has them."""
+    assert format_seconds(plan.seconds) in page.locator("#timeline [role=status]").inner_text()
+    line = timeline(plan)
+    lanes = {s.lane for s, _ in line.walk()} - {LOOP}
+    assert page.locator("#timeline .lane[role=group]").count() == len(lanes)
+    end = max(start + seconds for lane in lanes for start, seconds in drawn(page, lane))
+    assert end == pytest.approx(plan.seconds)
+    loop = next(s for s in line.spans if s.body is not None)
+    page.get_by_role("button", name="one iteration of layers: forward").click()
+    want = sorted((loop.start + s.start, s.seconds) for s in loop.body.spans if s.lane == COMPUTE)
+    inside = [b for b in drawn(page, COMPUTE) if loop.start <= b[0] < loop.start + loop.body.seconds * (1 - 1e-9)]
+    for box, span in zip(inside, want, strict=True):
+        assert box == pytest.approx(span)
+    page.get_by_role("button", name="whole step").click()
+    assert max(start + seconds for start, seconds in drawn(page, COMPUTE)) <= plan.seconds * (1 + 1e-9)
+
+
+def test_a_pipeline_is_drawn(browser, tmp_path):
+    """Its loops over ticks have boxes up to their ends."""
+    plan = lab_program.pipelined(stages=4, microbatches=8)
+    plan.save(tmp_path / "plan.html")
+    page = browser.new_page(viewport={"width": 1300, "height": 900})
+    page.goto((tmp_path / "plan.html").as_uri())
+    kernels = drawn(page, COMPUTE)
+    loops = [s for s in timeline(plan).spans if s.body is not None]
+    assert sum(s.seconds for s in loops) > 0.5 * plan.seconds
+    for loop in loops:
+        assert any(loop.start <= at < loop.end and seconds > 0 for at, seconds in kernels)
+    assert sum(seconds for _, seconds in kernels) >= kernel_seconds(plan.time) * (1 - 1e-6)
+    page.close()
+
+
+def test_dragging_and_keys_zoom(page, plan):
+    def shown():
+        return page.locator("#timeline [role=status]").inner_text()
+
+    whole = shown()
+    lane = page.locator("#timeline .lane.kernels").bounding_box()
+    middle = lane["y"] + lane["height"] / 2
+    page.locator("#timeline").scroll_into_view_if_needed()
+    lane = page.locator("#timeline .lane.kernels").bounding_box()
+    middle = lane["y"] + lane["height"] / 2
+    page.mouse.move(lane["x"] + lane["width"] / 4, middle)
+    page.mouse.down()
+    page.mouse.move(lane["x"] + lane["width"] / 2, middle, steps=4)
+    page.mouse.up()
+    quarter = [format_seconds(plan.seconds * part) for part in (1 / 4, 1 / 2)]
+    assert shown().startswith(" to ".join(quarter))
+    page.locator("#timeline .lane.kernels i").first.focus()
+    page.keyboard.press("0")
+    assert shown() == whole
+    page.keyboard.press("+")
+    assert shown() != whole
+    page.keyboard.press("-")
+    assert shown() == whole
+
+
 def test_a_box_of_the_timeline_has_a_tooltip(page, plan):
-    span = next(s for t in loop_timelines(plan) for s in t.spans if s.lane == "links" and s.cause)
+    page.get_by_role("button", name="one iteration of layers: backward").click()
+    span = next(s for s, _ in timeline(plan).walk() if s.axes and s.cause and s.phase == "backward")
     box = page.locator(f".lane i[aria-label^='{span.name} over']").first
     box.hover()
     text = page.locator(".tip:visible").inner_text()
@@ -150,16 +216,40 @@ def test_a_box_of_the_timeline_has_a_tooltip(page, plan):
     assert len(lines) == 5
     page.mouse.move(0, 0)
     assert page.locator(".tip:visible").count() == 0
-    lane = page.locator(".lane").first.locator("i")
+    lane = page.locator(".lane.kernels i")
     lane.first.focus()
     page.keyboard.press("ArrowRight")
     label = lane.nth(1).get_attribute("aria-label")
     assert page.locator(".tip:visible").inner_text().split("\n") == label.split("\n")
-    assert any(
-        label.startswith(f"{s.name}: {format_seconds(s.seconds)}") for t in loop_timelines(plan) for s in t.spans
-    )
+    assert any(label.startswith(f"{s.name}: {format_seconds(s.seconds)}") for s, _ in timeline(plan).walk())
     page.keyboard.press("Escape")
     assert page.locator(".tip:visible").count() == 0
+
+
+def test_the_memory_over_the_step(page, plan):
+    """The keys walk through the ops; the tallest stack is the peak; the passes are below."""
+    plot = page.locator(".plot")
+    assert f"peak {format_memory(plan.memory.peak)}" in plot.inner_text()
+    assert page.locator(".plot path").count() == page.locator(".plot path[d]").count() > 3
+    plot.focus()
+    page.keyboard.press("Home")
+    sizes = []
+    for _, size, name in plan.memory.curve:
+        lines = page.locator(".tip:visible").inner_text().split("\n")
+        assert lines[0].startswith(f"{format_memory(size)} after {name}")
+        sizes.append(size)
+        page.keyboard.press("ArrowRight")
+    assert max(sizes) == plan.memory.peak
+    assert page.locator(".passes i").all_inner_texts() == ["forward", "backward", "optimizer"]
+    assert "capacity 15.75 GiB" in plot.inner_text()
+
+
+def test_the_roofline_has_the_step_and_its_matmuls(page, plan):
+    circles = page.locator(".roofline circle")
+    assert circles.count() > 1
+    flops, traffic = (sum(getattr(o, part) * o.count for o in plan.time.ops) for part in ("flops", "bytes"))
+    step = page.locator(".roofline circle.step").get_attribute("aria-label")
+    assert step.startswith(f"the step: {format_seconds(plan.seconds)}, {flops / traffic:.3g} FLOPs per byte")
 
 
 def test_the_downloads_are_those_of_the_command_line(page, plan, tmp_path):
@@ -200,7 +290,7 @@ def test_the_picture_of_a_pipeline(browser, tmp_path, microbatches):
     page = browser.new_page(viewport={"width": 360, "height": 900})
     page.goto((tmp_path / "plan.html").as_uri())
     width = page.locator("#pipeline svg").evaluate("svg => svg.viewBox.baseVal.width")
-    for kind in ("c0", "c1"):
+    for kind in ("p0", "p1"):
         widths = page.locator(f"#pipeline svg .{kind} rect").evaluate_all(
             "all => all.map((r) => r.width.baseVal.value)"
         )
@@ -215,3 +305,18 @@ def test_the_picture_of_a_pipeline(browser, tmp_path, microbatches):
     assert "4 stages" in label
     assert f"{plan.pipeline.ticks} ticks" in label
     page.close()
+
+
+def test_every_control_has_a_name_and_every_text_can_be_read(page):
+    """Also the boxes of the timeline, the circles of the roofline and the cursor of the memory, in both colour schemes."""
+    focusable = page.locator("button, input, [tabindex]")
+    nameless = focusable.evaluate_all(
+        "all => all.filter((x) => !(x.getAttribute('aria-label') || x.textContent.trim() || x.labels?.length)).length"
+    )
+    assert focusable.count() > 20
+    assert nameless == 0
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        for name in ("whole step", "one iteration of layers: backward"):
+            page.get_by_role("button", name=name).click()
+            assert page.evaluate(CONTRASTS) == []

@@ -75,7 +75,9 @@ def test_an_associative_scan_of_the_users():
     assert_as_unsharded(step, x, rtol=1e-6, atol=0, **OPTIONS)
     plan = mp.plan(step, x, lowering="shard_map", **OPTIONS)
     gathers = [c for c in plan.collectives if c.op == "all-gather"]
-    assert {c.cause for c in gathers} == {"slice needs all of `seq`, which `seq: data` splits"}
+    assert {c.cause for c in gathers} == {
+        "slice needs all of `seq`, which `seq: data` splits, so each device fetches it first"
+    }
     row = 2 * 3 * 4
     assert [c.bytes for c in gathers] == [3 / 4 * 4 * row]
     others = {(c.op, c.bytes) for c in plan.collectives if c not in gathers}

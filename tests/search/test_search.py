@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -339,6 +340,31 @@ def test_every_letter_of_the_plot_is_drawn_and_has_a_row():
     assert set(letters) <= set(result._listed(1))
 
 
+def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
+    got = found(batch=8)
+    text = str(got)
+    (counts,) = re.findall(r"search v5e:4x4: (\d+) plans? \((.*?)\)", " ".join(text.split()))
+    assert (
+        int(counts[0])
+        == got.planned
+        == sum(int(part.split()[0]) for part in counts[1].split(", ") if part[0].isdigit())
+    )
+    default = next(r for r in got.rows if r.name == "fsdp")
+    assert default.undivided == "batch of 8 is not divisible by 16"
+    if default != got.best:
+        assert f"{default.seconds / got.best.seconds:.3g} × as fast as the default layout, fsdp" in " ".join(
+            text.split()
+        )
+    for row in got.rows:
+        assert row.mfu == pytest.approx(got.plan(row).time.mfu, rel=1e-6)
+    turned = replace(got.best, mesh=", ".join(reversed(got.best.mesh.split(", "))), seconds=2 * got.best.seconds)
+    assert (got._why_not(turned) == "another order of the axes: other places on the torus") == (
+        turned.mesh != got.best.mesh
+    )
+    assert got._why_not(replace(turned, fits=False, peak=got.usable + 2**30)) == "too large by 1.00 GiB"
+    assert got._why_not(got.best) == ""
+
+
 def test_of_ties_one_that_leaves_memory_free_is_chosen():
     """Also where one of fewer rules fills more than half of it."""
     got = found(batch=4096, options=(("max_plans", 60),))
@@ -357,16 +383,24 @@ def test_pictures(tmp_path):
     assert len(lines) == 9
     drawn = "".join(line.split("│")[1] for line in lines)
     assert drawn.count("★") == 1
-    assert set(drawn) <= {*" ·─★", *(chr(65 + k) for k in range(len(front)))}
+    assert set(drawn) <= {*" ·─┄┆★", *(chr(65 + k) for k in range(len(front)))}
     assert max(map(len, lines)) <= 100
     for name in ("a.html", "a.json", "a.txt"):
         got.save(tmp_path / name)
     page = (tmp_path / "a.html").read_text()
-    assert page.count("<circle") == sum(
-        r.seconds <= 8 * min(s.seconds for s in got.rows) or r == got.best for r in got.rows
-    )
+    drawn = [r.cost for r in got.rows if r.seconds <= 8 * min(s.seconds for s in got.rows) or r == got.best]
+    assert len(got.points) + got.illegal <= got.planned
+    assert set(drawn) <= set(got.points)
+    every = {p for p in got.points if p[0] <= 8 * min(s.seconds for s in got.rows)}
+    assert page.count("<circle") == len(drawn) + len(every)
+    assert len(re.findall(r"<a [^>]*><circle", page)) == len(drawn)
     assert "http" not in page.replace("http-equiv", "")
-    assert page.count("<tr>") == 1 + min(40, len(got.rows))
+    ids, links = re.findall(r'<tr id="(plan-\d+)"', page), re.findall(r'<a href="#(plan-\d+)"', page)
+    assert len(ids) == min(40, len(got.rows))
+    assert links
+    assert set(links) <= set(ids)
+    best = f"plan-{got.rows.index(got.best)}"
+    assert page.split(f'id="{best}"')[1].split("</tr>")[0].count("★") == 1
     assert "<svg" in got._repr_html_()
     with pytest.raises(mp.errors.UnsupportedError, match="cannot be saved as"):
         got.save(tmp_path / "a.pdf")

@@ -1,11 +1,13 @@
 """Plans compared with traces: of steps that ran on CPU devices, and of a trace with the events of a TPU."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from browser import chromium
 from jax._src.lib import hlo
 
 import meshpar as mp
@@ -104,6 +106,22 @@ def test_trace_of_a_step(trace):
     for name in gathers:
         assert sum(e.name == name for e in program.events) == RUNS * 8 * LAYERS  # runs, devices, layers
     assert all(e.end >= e.start for e in program.events)
+
+
+def test_planned_and_measured_are_bars_of_one_scale(trace, tmp_path):
+    """The longest of all bars is as wide as its track; a part that is slower than planned is marked."""
+    _, _, report = trace
+    assert "drawPairs" not in report._html()  # the plan has no times
+    step, *loops = (replace(m, planned=m.measured / 2) for m in (report.step, *report.loops))
+    replace(report, step=step, loops=loops).save(tmp_path / "profile.html")
+    with chromium() as browser:
+        page = browser.new_page()
+        page.goto((tmp_path / "profile.html").as_uri())
+        widths = page.locator(".pairs i").evaluate_all("all => all.map((i) => parseFloat(i.style.width))")
+        assert max(widths) == widths[1] == 100
+        assert widths[0::2] == pytest.approx([w / 2 for w in widths[1::2]], abs=1e-3)
+        assert page.locator(".pairs i.wait").count() == 1 + len(loops)
+        assert "2.00 ×" in page.locator(".pairs").inner_text()
 
 
 def test_reports(trace, tmp_path):

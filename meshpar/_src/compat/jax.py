@@ -27,6 +27,7 @@ from jax._src.lax import lax as lax_internal
 from jax._src.lax import utils as lax_utils
 from jax._src.random.prng import PRNGKeyArray
 from jax._src.sharding_impls import UNSPECIFIED
+from jax._src.source_info_util import SourceInfo
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -271,16 +272,17 @@ def without_gc(*, cached: bool = False) -> Iterator[None]:
             gc.enable()
 
 
+_HOST = jax.memory.Space.Host
 HOST_MEMORY = "pinned_host"
 """The memory kind of arrays in host memory."""
 
 
 def on_host(x: Any) -> bool:
     """Whether an array, aval or ``ShapeDtypeStruct`` is in host memory."""
-    space = getattr(getattr(x, "aval", x), "memory_space", None)
+    space = x.memory_space if type(x) is core.ShapedArray else getattr(getattr(x, "aval", x), "memory_space", None)
     if space is None:
         return getattr(getattr(x, "sharding", None), "memory_kind", None) in (HOST_MEMORY, "unpinned_host")
-    return space == jax.memory.Space.Host
+    return space is _HOST
 
 
 def abstract_array(shape: Sequence[int], dtype: Any, weak_type: bool = False, host: bool = False) -> Any:
@@ -466,8 +468,8 @@ _UNTYPED: list[tuple[Any, str, Any]] = [
     (pjit, "reshard", _cast),
     (pjit.reshard_p, "bind", _reshard),
 ]
-"""Functions of JAX, and what they do while a step is traced with Explicit axes: arrays have no sharding in their type, so that no
-op requires one, and what asks for a sharding is a constraint."""
+"""Functions of JAX, and their behaviour while a step is traced with Explicit axes: arrays have no sharding in their type, no op
+requires one, and what asks for a sharding is a constraint."""
 
 
 _UNTYPED_TRACE = jax.make_user_context(False)
@@ -714,31 +716,7 @@ def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     live = ClosedJaxpr(jaxpr, closed.consts)
-    return closed if sum(1 for _ in equations(live)) == sum(1 for _ in equations(closed)) else live
-
-
-def is_graph_node(x: Any) -> bool:
-    """Whether flax.nnx treats a value as an object with identity (a module, an optimizer, a variable)."""
-    if "flax.nnx" not in sys.modules:
-        return False
-    from flax import nnx
-    from flax.nnx import graphlib
-
-    return isinstance(x, nnx.Variable) or graphlib.is_graph_node(x)
-
-
-def flatten_to_nodes(tree: Any) -> tuple[list[Any], Any]:
-    """(leaves, structure) of a tree whose nnx objects are leaves, and ``nnx.State``s, which are trees of arrays, as well."""
-    if "flax.nnx" not in sys.modules:
-        return jax.tree.flatten(tree)
-    from flax import nnx
-
-    return jax.tree.flatten(tree, is_leaf=lambda x: is_graph_node(x) or isinstance(x, nnx.State))
-
-
-def has_graph_nodes(tree: Any) -> bool:
-    """Whether a tree contains nnx objects with identity, modules or optimizers."""
-    return any(map(is_graph_node, flatten_to_nodes(tree)[0]))
+    return closed if number_of_equations(live) == number_of_equations(closed) else live
 
 
 def is_tracer(x: Any) -> bool:
@@ -751,10 +729,24 @@ def at_top_level() -> bool:
     return core.trace_ctx.is_top_level()
 
 
-def at_line_of(eqn: JaxprEqn, where: Any = None) -> AbstractContextManager[Any]:
+def source_of(eqn: JaxprEqn | None, where: JaxprEqn | None = None, scope: str = "") -> SourceInfo:
+    """The name stack of ``eqn``, with a name scope, and the source line of ``where`` (default: ``eqn``); without an equation those
+    of the code that JAX is tracing."""
+    source = source_info_util.current() if eqn is None else eqn.source_info
+    if not scope and where in (None, eqn):
+        return source
+    stack = source.name_stack.extend(scope) if scope else source.name_stack
+    return SourceInfo((source if where is None else where.source_info).traceback, stack)
+
+
+def at_source(source: SourceInfo) -> AbstractContextManager[Any]:
+    """A context in which traced equations have a name stack and a source line."""
+    return source_info_util.user_context(source.traceback, name_stack=source.name_stack)
+
+
+def at_line_of(eqn: JaxprEqn, where: JaxprEqn | None = None) -> AbstractContextManager[Any]:
     """A context in which traced equations have the name stack of ``eqn`` and the source line of ``where`` (default: ``eqn``)."""
-    traceback = (eqn if where is None else where).source_info.traceback
-    return source_info_util.user_context(traceback, name_stack=eqn.source_info.name_stack)
+    return at_source(source_of(eqn, where))
 
 
 def bind(eqn: JaxprEqn, args: Sequence[Any], params: Any) -> list[Any]:
@@ -778,10 +770,10 @@ def _text(name_stack: Any) -> str:
 def module_of(eqn: JaxprEqn) -> str:
     """The path of the Flax modules and named scopes that made an equation: ``ViT/encoder/layer_0/attention``.
 
-    A rematerialized module of Flax has its complete path after that of the module that calls it, which is left out.
+    A rematerialized module of Flax has its complete path after the path of the module that calls it, which is left out.
     """
     scopes = (re.sub(r"^(?:\w+\()+|\)+$", "", scope) for scope in _text(eqn.source_info.name_stack).split("/"))
-    path = [s for s in scopes if s and s not in _CONTROL_FLOW_SCOPES]
+    path = [s for s in scopes if s and "->" not in s and s not in _CONTROL_FLOW_SCOPES]  # without einsums
     for i in range(len(path) - 1, 0, -1):
         if path[:i] == path[i : 2 * i]:
             return "/".join(path[i:])
@@ -797,6 +789,12 @@ def pass_of(eqn: JaxprEqn) -> str | None:
     return "backward" if "transpose(" in stack else "forward" if "jvp(" in stack else None
 
 
+def function_name(closed: ClosedJaxpr) -> str:
+    """The name of the function that was traced, ``train_step``; "" of a lambda."""
+    name = closed.jaxpr.debug_info.func_src_info.partition(" ")[0]
+    return name if name.isidentifier() else ""
+
+
 def in_recomputation(eqn: JaxprEqn) -> bool:
     """Whether an equation recomputes part of the forward pass for a backward pass (``jax.checkpoint``)."""
     return "rematted_computation" in _text(eqn.source_info.name_stack)
@@ -805,15 +803,35 @@ def in_recomputation(eqn: JaxprEqn) -> bool:
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation, also those that it does not run, such as derivatives."""
     values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
-    return [closed_parts(x)[0] for x in values if isinstance(x, Jaxpr | ClosedJaxpr)]
+    return [closed_parts(x)[0] for x in values if isinstance(x, _JAXPRS)]
 
 
-def equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[JaxprEqn]:
-    """All equations of a jaxpr, nested jaxprs included."""
+_JAXPRS = (Jaxpr, ClosedJaxpr)
+
+
+def equations(jaxpr: Jaxpr | ClosedJaxpr, seen: set[int] | None = None) -> Iterator[JaxprEqn]:
+    """All equations of a jaxpr, nested jaxprs included, each jaxpr once: functions of ``jax.numpy`` share theirs.
+
+    Args:
+      seen: the ids of nested jaxprs that are left out; the others are added.
+    """
+    seen = set() if seen is None else seen
     for eqn in closed_parts(jaxpr)[0].eqns:
         yield eqn
         for inner in jaxprs_in(eqn):
-            yield from equations(inner)
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                yield from equations(inner, seen)
+
+
+def number_of_equations(closed: ClosedJaxpr) -> int:
+    """The number of equations of a closed jaxpr, nested jaxprs included."""
+
+    @functools.cache
+    def number(jaxpr: Jaxpr) -> int:
+        return len(jaxpr.eqns) + sum(number(inner) for eqn in jaxpr.eqns for inner in jaxprs_in(eqn))
+
+    return number(closed.jaxpr)
 
 
 def parts_by_result(jaxpr: Jaxpr) -> list[tuple[Any, list[int]]]:

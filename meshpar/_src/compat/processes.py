@@ -16,8 +16,9 @@ from jax._src import clusters, distributed, xla_bridge
 from ...errors import MeshError
 
 PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK, CAUSES, LOSE = (
-    f"MESHPAR_{x}" for x in ("PROCESS", "PROCESSES", "COORDINATOR", "DEVICES", "TIMEOUT", "STUCK", "CAUSES", "LOSE")
-)
+    "MESHPAR_PROCESS MESHPAR_PROCESSES MESHPAR_COORDINATOR MESHPAR_DEVICES "
+    "MESHPAR_TIMEOUT MESHPAR_STUCK MESHPAR_CAUSES MESHPAR_LOSE"
+).split()
 """Environment variables that ``meshpar launch`` sets for its processes; DEVICES: devices per process."""
 
 BEFORE_CALL: list[Callable[..., Callable[[Sequence[Any]], None]]] = []

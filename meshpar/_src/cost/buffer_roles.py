@@ -53,6 +53,11 @@ class _ProgramFacts:
         return self.passes[node.op]
 
 
+def pass_of_kernel(plan: Plan) -> Callable[[Kernel], str | None]:
+    """A function from a kernel to its pass, ``"forward"`` or ``"backward"``; None: neither."""
+    return plan.program.cached(_ProgramFacts).pass_of
+
+
 @cached_on_plan
 def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     """A function from a buffer to its role, one of :data:`ROLES`.

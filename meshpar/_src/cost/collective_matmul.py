@@ -171,7 +171,7 @@ def all_reduce_cost(plan: Plan, c: Collective, matmuls: float) -> ReductionCost 
       matmuls: seconds of the matmuls that run meanwhile, if all-reduces are asynchronous.
     """
     stages = [s for a in c.axes for s in plan.torus[a]]
-    if c.op != "reduce-scatter" or plan.chip is None or any(s.dim == "slice" for s in stages):
+    if c.op != "reduce-scatter" or plan.chip is None or any(s.between for s in stages):
         return None
     devices = math.prod(s.size for s in stages)
     volume = collective_volume(c.op, c.bytes, devices)

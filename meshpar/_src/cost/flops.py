@@ -21,9 +21,9 @@ from ..program.kernels import KernelWork
 from ..program.names import SubDim
 from .caching import cached_on_plan
 
-MIN_REDUNDANT_SHARE = 0.5
+MIN_WARNED_SHARE = 0.5
 """Part of a step's FLOPs that must be redundant for a call to warn."""
-MIN_REDUNDANT_FLOPS = 1e9
+MIN_WARNED_FLOPS = 1e9
 """FLOPs of a device in a step that must be redundant for a call to warn."""
 MAX_FEW_ROWS = 32
 """Rows up to which a matmul takes as long as reading its larger operand: 8 and 32 were measured."""
@@ -157,8 +157,8 @@ def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
 
 
 def model_flops(plan: Plan) -> float:
-    """FLOPs of the program's matmuls on all devices together, without recomputation and redundant work."""
-    return plan.program.cached(_model_flops)
+    """FLOPs of the program's matmuls on all devices together, without recomputation, redundant work and idle slots of pipelines."""
+    return plan.program.traced.cached(_model_flops)
 
 
 def _model_flops(program: Program) -> float:
@@ -203,7 +203,7 @@ def redundant_matmuls_despite_layout(plan: Plan) -> list[RedundantMatmul]:
     redundant = [r for r in redundant_matmuls(plan) if used.intersection(r.axes)]
     flops = sum(r.flops * (1 - 1 / r.times) for r in redundant)
     share = sum(r.share for r in redundant)
-    return redundant if flops >= MIN_REDUNDANT_FLOPS and share >= MIN_REDUNDANT_SHARE else []
+    return redundant if flops >= MIN_WARNED_FLOPS and share >= MIN_WARNED_SHARE else []
 
 
 @cached_on_plan

@@ -27,6 +27,9 @@ from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, arr
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
 
+GATHERED = "gathered buffers"
+"""The role of temporaries that collectives write: gathered weights and activations, results of reductions."""
+
 
 @dataclass(slots=True)
 class Memory:
@@ -42,6 +45,8 @@ class Memory:
       largest: (name, bytes, role, bytes that are padding) of the twelve largest buffers at the peak.
       at: the kernel of the peak.
       live: (buffer, bytes) of all buffers at the peak.
+      events: (buffer, bytes) of every allocation, (buffer, None) of every free, in order.
+      marks: of each of ``points``, the number of events before it, and the buffers of collectives in flight with their bytes.
     """
 
     peak: float = 0.0
@@ -52,6 +57,8 @@ class Memory:
     largest: list[tuple[str, float, str, float]] = field(default_factory=list, repr=False)
     at: Kernel | None = field(default=None, repr=False)
     live: list[tuple[Buffer, float]] = field(default_factory=list, repr=False)
+    events: list[tuple[Buffer, float | None]] = field(default_factory=list, repr=False)
+    marks: list[tuple[int, list[tuple[Buffer, float]]]] = field(default_factory=list, repr=False)
 
     @property
     def peak_source(self) -> str:
@@ -77,6 +84,28 @@ def memory_of(plan: Plan) -> Memory:
     return walk.memory()
 
 
+def memory_by_role(plan: Plan) -> list[dict[str, float]]:
+    """The live bytes of each role at each of :attr:`Memory.points`, temporaries without the results of collectives
+    (:data:`GATHERED`). In each, the roles add up to the point's bytes."""
+    memory, roles = memory_of(plan), buffer_roles(plan)
+    live: dict[Buffer, float] = {}
+    total: dict[str, float] = dict.fromkeys((*ROLES, GATHERED), 0.0)
+    done, out = 0, list[dict[str, float]]()
+
+    def role_of(item: Buffer) -> str:
+        role, made = roles(item), item.made_by
+        return GATHERED if role == "temporaries" and made is not None and made.kind is Kind.MOVE else role
+
+    for count, in_flight in memory.marks:
+        for item, size in memory.events[done:count]:
+            total[role_of(item)] += -live.pop(item) if size is None else live.setdefault(item, size)
+        done, now = count, dict(total)
+        for item, size in in_flight:
+            now[role_of(item)] += size
+        out.append(now)
+    return out
+
+
 class _Live:
     """Allocates and frees the buffers of a plan in the order of its schedules.
 
@@ -84,8 +113,7 @@ class _Live:
       points: as in :class:`Memory`.
       live: buffer → its allocated bytes, and those in host memory; total, on_host: of all of them.
       peak, at: the largest total, and its kernel.
-      events: allocations with their bytes, and frees (None); before_peak: the number of events before the peak.
-      more: the buffers of collectives in flight at the peak.
+      events, marks: as in :class:`Memory`; best: the mark of the peak.
       in_chunks: values that rings compute or gather in chunks.
       rings: result of a matmul in a gather ring → the all-gather and its ring.
     """
@@ -105,8 +133,8 @@ class _Live:
         self.peak = -1.0
         self.at: Kernel | None = None
         self.events: list[tuple[Buffer, float | None]] = []
-        self.before_peak = 0
-        self.more: list[tuple[Buffer, float]] = []
+        self.marks: list[tuple[int, list[tuple[Buffer, float]]]] = []
+        self.best: tuple[int, list[tuple[Buffer, float]]] = (0, [])
         self.aliased: set[Buffer] = set()
         self.in_chunks: set[Value] = set()
         self.rings: dict[Value, tuple[Step, GatherRing]] = {}
@@ -140,9 +168,9 @@ class _Live:
         more = {i: i.live_bytes for i in in_flight if i not in self.live}
         total = self.total + sum(more.values())
         self.points.append((node.position, total, node))
+        self.marks.append((len(self.events), [*more.items()]))
         if total > self.peak:
-            self.peak, self.at = total, node
-            self.before_peak, self.more = len(self.events), [*more.items()]
+            self.peak, self.at, self.best = total, node, self.marks[-1]
 
     def program(self, region: Computation) -> None:
         """Run the program: arguments and constants are live from its start, results to its end."""
@@ -318,12 +346,13 @@ class _Live:
     def memory(self) -> Memory:
         """The result, with the buffers that are live at the peak."""
         live: dict[Buffer, float] = {}
-        for item, size in self.events[: self.before_peak]:
+        before_peak, more = self.best
+        for item, size in self.events[:before_peak]:
             if size is None:
                 del live[item]
             else:
                 live[item] = size
-        best = [*live.items(), *self.more]
+        best = [*live.items(), *more]
         kinds: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         padding: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         largest = []
@@ -336,7 +365,8 @@ class _Live:
         largest.sort(key=lambda x: -x[0])
         top = [(_name(self.plan, item), size, kind, size * item.padding) for size, kind, item in largest[:12]]
         by_kind, padded = ({k: v for k, v in of.items() if v} for of in (kinds, padding))
-        return Memory(max(self.peak, 0.0), self.host, by_kind, padded, self.points, top, self.at, best)
+        peak, events, marks = max(self.peak, 0.0), self.events, self.marks
+        return Memory(peak, self.host, by_kind, padded, self.points, top, self.at, best, events, marks)
 
 
 def ring_buffer_bytes(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:

@@ -218,7 +218,7 @@ class Schedule:
 
     Attributes:
       kernels: in the order in which they run.
-      starts: of each kernel, in seconds from the start of the run.
+      starts: of each kernel, in seconds from the start of the run; of one that sends, after the collectives that it waits for.
       transfers: the collectives, in the order in which they are sent; of a ring (collective matmul), the first step of each kind.
       host_copies: the copies between device and host memory, in the order in which they start.
       seconds: of the run, loops inside it with all their iterations.
@@ -310,11 +310,11 @@ class _Clock:
                 # a gradient is sent during one matmul; the matmul after that waits for it
                 self.awaited, self.sent = self.sent, []
                 self.starts = (self.starts[1], self.now)
+            if kernel.step is not None and not kernel.bodies:
+                schedule.transfers += self.send(kernel, kernel.step)
             schedule.starts.append(self.now)
             for body in kernel.bodies:
                 self.now += self.bodies[body].seconds * (1 if body.trip_count is None else body.trip_count)
-            if kernel.step is not None and not kernel.bodies:
-                schedule.transfers += self.send(kernel, kernel.step)
             if kernel in self.times:
                 self.now += self.times[kernel].seconds
             if copies:

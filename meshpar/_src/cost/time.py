@@ -6,12 +6,13 @@ The estimate is the length of the schedule of kernels and collectives (:mod:`cos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
+from ..program.ir import Op
 from ..units import format_bytes, format_seconds
 from .caching import cached_on_plan
 from .flops import model_flops
@@ -87,8 +88,9 @@ def time_of(plan: Plan) -> Time | None:
     compute, memory, vector = (
         sum(getattr(k, part) * k.count for k in ops) for part in ("matmul_seconds", "traffic_seconds", "vector_seconds")
     )
-    busiest_axis = _busiest_axis(plan.collectives)
-    seconds = max(_estimate(plan), busiest_axis)
+    busiest_axis, _ = _busiest_axis(plan.collectives)
+    unscheduled = math.fsum(seconds for *_, seconds in unscheduled_seconds(plan))
+    seconds = schedules(plan)[computation_of(plan)].seconds + unscheduled
     peak_flops = plan.chip.per_device().flops * math.prod(plan.sizes.values())
     to_host, to_device = (
         host_seconds(plan, sum(t.total_bytes for t in plan.transfers if t.to == to)) for to in ("host", "device")
@@ -100,25 +102,31 @@ def time_of(plan: Plan) -> Time | None:
     return out
 
 
-def _busiest_axis(collectives: Iterable[Collective]) -> float:
-    """Seconds of the collectives over each mesh axis, sequentially: the largest. One over several axes counts for each of them."""
+def _busiest_axis(collectives: Iterable[Collective]) -> tuple[float, str]:
+    """Seconds of the collectives over each mesh axis, sequentially: the largest, and its axis. One over several axes counts for
+    each of them."""
     seconds: dict[str, list[float]] = {}
     for c in collectives:
         for axis in c.axes:
             seconds.setdefault(axis, []).append(c.total_seconds)
-    return max(map(sum, seconds.values()), default=0.0)
+    return max(((sum(of), axis) for axis, of in seconds.items()), default=(0.0, ""))
 
 
-def _estimate(plan: Plan) -> float:
-    """Seconds of a step: of its schedule, with the exposed seconds of rings and of collectives that no kernel of it sends."""
-    schedule = schedules(plan)
-    exposed = [
-        o.exposed[o.choice] * (o.count or 1) for o in plan.overlaps if o.choice != "xla" and o.exposed is not None
-    ]
-    scheduled = {t.collective for s in schedule.values() for t in s.transfers}
-    sent = (c for step in plan.body.all_steps for c in separate_collectives(step))
-    exposed += [c.total_seconds for c in sent if c not in scheduled]
-    return math.fsum(exposed) + schedule[computation_of(plan)].seconds
+def unscheduled_seconds(plan: Plan) -> Iterator[tuple[str, tuple[str, ...], str, Op | None, float]]:
+    """(name, axes, cause, op, seconds) of the times that a step's estimate adds to its schedule: the exposed seconds of rings, of
+    collectives that no kernel of it sends, and the time that the collectives over one axis take longer than all of these."""
+    seconds = [schedules(plan)[computation_of(plan)].seconds]
+    for o in plan.overlaps:
+        if o.choice != "xla" and o.exposed is not None:
+            seconds.append(o.exposed[o.choice] * (o.count or 1))
+            yield f"exposed part of a {o.choice}", o.axes, o.reason, o.origin, seconds[-1]
+    scheduled = {t.collective for s in schedules(plan).values() for t in s.transfers}
+    for c in (c for step in plan.body.all_steps for c in separate_collectives(step) if c not in scheduled):
+        seconds.append(c.total_seconds)
+        yield c.op, c.axes, c.explanation, c.origin, seconds[-1]
+    busiest, axis = _busiest_axis(plan.collectives)
+    if (rest := busiest - math.fsum(seconds)) > 0:
+        yield "waits for links", (axis,), f"all collectives over {axis} share links", None, rest
 
 
 def _bottleneck(plan: Plan, time: Time) -> str:

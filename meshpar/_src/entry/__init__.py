@@ -4,7 +4,7 @@
 
     cli            the command ``meshpar``; doctor, tune_kernels: commands with code of their own
     target         a function in a file, and its arguments, from the command line
-    naming         mp.infer_dims: the names of dims that are inferred where nobody gave any
+    infer_dims     mp.infer_dims: the names of dims that are inferred where nobody gave any
     api            mp.jit, mp.init, mp.plan, mp.check, mp.compile, mp.search, mp.lab, …
     jitted         the result of mp.jit: options, roles of arguments, one compiled step for each signature
     exported       a compiled step as a file

@@ -270,7 +270,6 @@ def check(
     *args: Any,
     layouts: Any,
     mesh: Meshes = None,
-    meshes: Meshes = None,
     lowerings: Sequence[Lowering] | None = None,
     tolerance: float = 1e-5,
     raises: bool = True,
@@ -292,7 +291,6 @@ def check(
       mesh: a mesh or several; each a ``Mesh`` or text for :func:`meshpar.mesh`. The default: all n devices as 1×n, 2×n/2
         and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the remaining devices. Default
         meshes over which a size does not divide are skipped and reported.
-      meshes: the same as ``mesh``; one of the two is given.
       dims, static_argnums, …: as in :func:`meshpar.jit`; the default for a ``Jitted`` is its own option. Nothing is donated.
       lowerings: several lowerings, in place of ``lowering``; an ``overlap`` is used by those that take one.
       tolerance: the largest difference allowed, relative to the largest value of the leaf, for f32 and wider; larger for
@@ -308,7 +306,7 @@ def check(
     Raises:
       CheckError: a leaf differs by more than rounding (:mod:`verify.check` defines it): its path, the difference, and the
         first op with a wrong result.
-      MeshError: fewer devices than a mesh needs; both ``mesh`` and ``meshes``.
+      MeshError: fewer devices than a mesh needs.
       DivisibilityError: a size that does not divide over a given mesh, or over any of the default meshes.
 
     Example:
@@ -317,8 +315,6 @@ def check(
       (True, 2)
     """
     _check_function(fn, "check")
-    if mesh is not None and meshes is not None:
-        raise MeshError("mp.check was given both mesh= and meshes=", fixes=["all meshes in one of them"])
     given = {**options, **NO_DONATION}
     if lowerings is not None:
         given["lowering"] = lowerings[0] if len(lowerings) == 1 else "auto"
@@ -331,7 +327,7 @@ def check(
                 steps[lowering]._with(mesh=auto_mesh(m), layout=layout)._check_subject(args, kwargs or {})
             ),
             layouts=layouts,
-            meshes=meshes if mesh is None else mesh,
+            meshes=mesh,
             lowerings=lowerings,
             tolerance=tolerance,
             raises=raises,
@@ -522,7 +518,6 @@ def calibrate(
     *args: Any,
     layouts: Any,
     mesh: Meshes = None,
-    meshes: Meshes = None,
     rounds: int = 9,
     max_layouts: int = 4,
     tolerance: float = 1e-5,
@@ -546,8 +541,8 @@ def calibrate(
       kwargs: keyword arguments of ``fn`` with the name of an option of ``calibrate``.
       layouts: texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or the result of
         :func:`search`, whose best rows are measured.
-      mesh, meshes: one of the two: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own
-        meshes. Default: one axis over all devices, for layouts with one axis.
+      mesh: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own meshes. Default: one axis
+        over all devices, for layouts with one axis.
       dims, lowering, donate_argnames, …: as in :func:`jit`; donated arguments are copied before every run, which is not timed.
       rounds: number of measurements of each layout.
       max_layouts: of a search, the largest number of rows to measure.
@@ -563,7 +558,7 @@ def calibrate(
     Raises:
       CheckError: the results of two layouts differ by more than rounding: the path of the result.
       CompilerError: a layout does not compile, or does not fit in memory.
-      MeshError: one device, or fewer than a mesh needs; both ``mesh`` and ``meshes``; no mesh where a layout has several axes.
+      MeshError: one device, or fewer than a mesh needs; no mesh where a layout has several axes.
       UnsupportedError: no layouts; options out of range; devices of several kinds.
       MeshparError: a layout that cannot be planned, before anything runs.
 
@@ -575,10 +570,8 @@ def calibrate(
       >>> measured.calibration.save("here.json")
     """
     _check_function(fn, "hardware.calibrate")
-    if mesh is not None and meshes is not None:
-        raise MeshError("mp.hardware.calibrate was given both mesh= and meshes=", fixes=["all meshes in one of them"])
     step = _placeless(fn, options)
-    pairs = list(_pairs(layouts, mesh if meshes is None else meshes, max_layouts))
+    pairs = list(_pairs(layouts, mesh, max_layouts))
     with contextlib.ExitStack() as stack:
         candidates = []
         report_progress = stack.enter_context(progress_line("calibrating", progress))

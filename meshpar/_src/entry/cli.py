@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -26,10 +27,12 @@ from typing import Any, NoReturn, get_args
 
 import jax
 from rich.console import Console
+from rich.text import Text
 
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from ..cost.caching import with_reasons
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import device_count
@@ -38,17 +41,18 @@ from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
-from ..program.naming import patterns_of
-from ..progress import Progress
-from ..report.document import PLAIN_WIDTH
+from ..program.patterns import patterns_of
+from ..progress import Progress, progress_line
+from ..report.document import PLAIN_WIDTH, shown_text
 from ..report.facts import fits
 from ..report.names import names_table
+from ..report.tables import hanging
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
-from .naming import named_program
+from .infer_dims import named_program
 from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
@@ -108,10 +112,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MeshparError as e:
         if args.debug:
             raise
-        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        _show_error(e)
         return 1 if isinstance(e, CheckError | CompilerError) else 2
     finally:
         warnings.showwarning = shown
+
+
+def _show_error(error: MeshparError) -> None:
+    """Print an error to stderr; in a terminal the class in red, the fixes in green, and facts and fixes wrapped in their column."""
+    kind, text = type(error).__name__, str(error)
+    if not sys.stderr.isatty():
+        print(f"{kind}: {text}", file=sys.stderr)
+        return
+    console, style = Console(stderr=True, highlight=False), ""
+    head, *lines = text.split("\n")
+    console.print(Text.assemble((kind, "bold red"), f": {head}"))
+    for line in lines:
+        fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
+        style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
+        console.print(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
@@ -181,11 +200,19 @@ def _command(add_arguments: Callable[[Add], None], about: str, accelerator: bool
 
 
 class _Help(argparse.HelpFormatter):
-    """Wraps the paragraphs of a description at the width of the terminal; paragraphs of indented lines stay as they are."""
+    """Wraps the paragraphs of a description at the width of the terminal; indented lines are commands."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = text.strip("\n").split("\n\n")
-        return "\n\n".join(p if p.startswith("  ") else textwrap.fill(" ".join(p.split()), width) for p in paragraphs)
+        return "\n\n".join(self._wrapped(p, width) for p in text.strip("\n").split("\n\n"))
+
+    def _wrapped(self, paragraph: str, width: int) -> str:
+        if not paragraph.startswith("  "):
+            return textwrap.fill(" ".join(paragraph.split()), width)
+        flags = r'--\S+ (?:"[^"\n]*"|\S+)'  # are not broken
+        glued = re.sub(flags, lambda flag: flag[0].replace(" ", "\0"), paragraph)
+        how: dict[str, Any] = {"subsequent_indent": " " * 6, "break_on_hyphens": False, "break_long_words": False}
+        lines = (textwrap.wrap(line, width - 2, **how) if len(line) > width else [line] for line in glued.split("\n"))
+        return "\n".join(" \\\n".join(parts) for parts in lines).replace("\0", " ")
 
 
 def _grouped(parser: argparse.ArgumentParser) -> Add:
@@ -301,7 +328,11 @@ def _lab_arguments(add: Add) -> None:
     _machine_and_layout(add)
     add_flags(add, StepOptions)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
-    add("--no-browser", action="store_true", help="print the page's address, and open nothing")
+    add(
+        "--no-browser",
+        action="store_true",
+        help="print the page's address (with --json its session too), and open nothing",
+    )
 
 
 def _compile_arguments(add: Add) -> None:
@@ -383,7 +414,7 @@ def _plan(args: argparse.Namespace) -> int:
         _save_csv(plan, args.csv)
     _show(args, plan, text=plan.steps_text() if args.steps else None)
     if not args.json and not args.steps and plan.chip is not None:
-        print(f"\nnext  {_next_step(args, plan)}")
+        _show_next(_next_step(args, plan))
     if args.open:
         webbrowser.open(Path(args.html).resolve().as_uri())
     return 0 if fits(plan) is not False else 1
@@ -404,7 +435,21 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     seconds, peak, name = min(found, default=(math.inf, 0.0, ""))
     if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
         return f"--layout {name}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory, on the same mesh"
-    return f"meshpar search {args.target} --topology {plan.topology}: other meshes and layouts"
+    return f"{_command_line(args, 'search')}: other meshes and layouts"
+
+
+def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
+    """The line of another command for the same target, its arguments and the topology, with some flags."""
+    words = ["meshpar", command, args.target]
+    given = [("args", args.arguments), ("dims", args.dims), ("topology", args.topology), *flags.items()]
+    for name, value in (*(("set", text) for text in args.set), *given):
+        words += [] if value is None else [f"--{name}", value]
+    return shlex.join(words)
+
+
+def _show_next(line: str) -> None:
+    """Print what to do next, as a line to copy."""
+    print(f"\n{shown_text(Text('next', 'bold green'))}  {line}")
 
 
 @contextlib.contextmanager
@@ -465,7 +510,7 @@ def _lab(args: argparse.Namespace) -> int:
     found.session.sizes = {name: n for name, n in target.options.items() if type(n) is int}
     found.session.resized = lambda sizes: lab(_loaded(args, {**given, **sizes}), "").session
     try:
-        found.serve(args.port, browser=not args.no_browser)
+        found.serve(args.port, browser=not args.no_browser, as_json=args.json)
     except (OSError, OverflowError) as e:
         raise TargetError(
             f"port {args.port} cannot be used: {e}", fixes=["another one, or --port 0: any that is free"]
@@ -537,6 +582,13 @@ def _search(args: argparse.Namespace) -> int:
             **given_flags(args, SearchOptions),
         )
     _show(args, found)
+    if not args.json and found.fits:
+        best = found.best
+        how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
+        varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
+        overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
+        args.set += [f"{name}={value}" for name, value in varied.items()]
+        _show_next(_command_line(args, "plan", **how, **overlap))
     return 0 if found.fits else 1
 
 
@@ -565,7 +617,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
     layouts = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
-    how = {"meshes": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
+    how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
     found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
     if args.result:
         found.calibration.save(args.result)
@@ -582,7 +634,7 @@ def _check(args: argparse.Namespace) -> int:
     layouts = [_layout(args, target, text, (meshes or [default])[0], None) for text in args.layout or [None]]
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
-    report = _call(args, mp.check, target, layouts=layouts, meshes=meshes, lowerings=lowerings, **how)
+    report = _call(args, mp.check, target, layouts=layouts, mesh=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:
@@ -626,7 +678,7 @@ def _names(args: argparse.Namespace) -> int:
     if args.json:
         heads = [head for head, _ in table.columns]
         rows = [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.rows]
-        print(json.dumps({"dims": patterns, "names": rows}))
+        print(json.dumps({"dims": patterns, "names": rows}, indent=2))
     else:
         Console(highlight=False).print(table.terminal())
     return 0
@@ -643,7 +695,8 @@ def _loaded(args: argparse.Namespace, options: Mapping[str, Any]) -> Target:
     Raises:
       TargetError: the target, or the file of dims, cannot be read.
     """
-    target = load_target(args.target, options, args.arguments)
+    with progress_line(f"importing {args.target}", "auto"):
+        target = load_target(args.target, options, args.arguments)
     if args.dims is None:
         return target
     try:
@@ -677,7 +730,14 @@ def _planned(
     """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
     mesh = _mesh(args, mesh, topology)
     layout = _layout(args, target, layout, mesh, topology)
-    return _call(args, plan_of, target, mesh=mesh, topology=topology, layout=layout)
+    plan = _traced(args, target, mesh, topology, layout)
+    return with_reasons(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
+
+
+def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:
+    """The target's plan."""
+    with progress_line(f"tracing and planning {args.target}", "auto"):
+        return _call(args, plan_of, target, mesh=mesh, topology=topology, layout=layout)
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:
@@ -718,7 +778,7 @@ def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: st
                 f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
             ],
         )
-    bare = _call(args, plan_of, target, mesh=mesh, topology=topology, layout="")
+    bare = _traced(args, target, mesh, topology, "")
     axis = next(iter(bare.sizes))
     names = bare.program.all_names()
     dims = [d for d in ("batch", "embed") if d in names]
@@ -764,6 +824,6 @@ def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text
         shown.save(path)
         _say(args, f"wrote {path}")
     if args.json:
-        print(as_json or shown.to_json())
+        print(json.dumps(json.loads(as_json or shown.to_json()), indent=2))
     else:
         print(shown if text is None else text)

@@ -22,9 +22,7 @@ from ..caches import LRUCache
 from ..compat import nnx
 from ..compat.jax import (
     at_top_level,
-    has_graph_nodes,
     in_mesh,
-    is_graph_node,
     jit_disabled,
     mesh_in_context,
     with_auto_axes,
@@ -298,7 +296,7 @@ class Jitted(Generic[P, R]):
 
         out = []
         for path, x in self._arguments(args, kwargs):
-            module = is_graph_node(x)
+            module = nnx.is_graph_node(x)
             y = _map_paths(functools.partial(placed, copy=module and not in_place), x, path)
             if module:
                 x = x if in_place else nnx.clone(x)
@@ -481,7 +479,7 @@ class Jitted(Generic[P, R]):
         Raises:
           UnsupportedError: a static argument, or a leaf that is not an array, without a hash.
         """
-        nodes = self._init or has_graph_nodes((args, dict(kwargs)))
+        nodes = self._init or nnx.has_graph_nodes((args, dict(kwargs)))
         with contextlib.ExitStack() as stack:
             if not is_context(self._auto):
                 stack.enter_context(in_mesh(self._auto))
@@ -499,7 +497,7 @@ class Jitted(Generic[P, R]):
     def _flattened_copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Call]:
         """:meth:`_flattened`, with copies of nnx objects: the caller's are not updated."""
         args = (*self._bound, *args)
-        if has_graph_nodes((args, kwargs)):
+        if nnx.has_graph_nodes((args, kwargs)):
             args, kwargs = nnx.clone((args, kwargs))
         return self._flattened(args, kwargs)
 

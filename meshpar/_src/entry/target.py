@@ -26,7 +26,7 @@ import numpy as np
 
 from ...errors import MeshparError, TargetError
 from ..compat.jax import without_gc
-from ..dims import did_you_mean
+from ..dims import did_you_mean, parse_pairs
 from ..flax import flatten_named
 from ..global_arrays import is_key
 from ..units import format_memory
@@ -213,11 +213,14 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
     Raises:
       TargetError: something that is not ``name=value``.
     """
+
+    def wrong(part: str) -> TargetError:
+        return TargetError(f"--set {part!r} is not `name=value`", fixes=['--set "batch=512, seq=4096"'])
+
     out: dict[str, Any] = {}
-    for part in (p for text in texts for p in text.split(",") if p.strip()):
-        name, equals, value = (x.strip() for x in part.partition("="))
-        if not equals or not name.isidentifier():
-            raise TargetError(f"--set {part.strip()!r} is not `name=value`", fixes=['--set "batch=512, seq=4096"'])
+    for name, value in parse_pairs(",".join(texts), wrong).items():
+        if not name.isidentifier():
+            raise wrong(f"{name}={value}")
         try:
             out[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

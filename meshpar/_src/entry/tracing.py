@@ -18,7 +18,6 @@ from ..compat import nnx
 from ..compat.jax import (
     abstract_array,
     explicit_mesh,
-    is_graph_node,
     is_ref,
     needs_explicit_axes,
     traced_as,
@@ -29,8 +28,9 @@ from ..dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, pa
 from ..flax import Leaf, capture_names, flatten_named, with_states
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
+from ..program.guessed_names import inferred_dims
 from ..program.ir import Join
-from ..program.naming import inferred_dims, patterns_of
+from ..program.patterns import patterns_of
 from ..program.primitives import rename_dims_p
 from ..program.roles import name_parameters
 from .arguments import ArgumentPath, Call, Fixed, check_fixed, is_static, join_leaves, named_arguments, with_statics
@@ -84,7 +84,7 @@ class FlatFunction:
             merged = nnx.from_tree((args, kwargs), ctxtag=self.tag, is_inner=True)
             args, kwargs = with_states(merged)
             out = self.fn(*args, **kwargs)
-            updated = jax.tree.map(lambda x: x if is_graph_node(x) else None, merged, is_leaf=is_graph_node)
+            updated = jax.tree.map(lambda x: x if nnx.is_graph_node(x) else None, merged, is_leaf=nnx.is_graph_node)
             out = nnx.to_tree((*updated, out), ctxtag=self.tag)
         else:
             out = self.fn(*args, **kwargs)

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from meshpar_kernels import tuner, tuning
 from meshpar_kernels._compat import device_kind
@@ -21,6 +20,7 @@ from meshpar_kernels.shapes import MATMULS, MatmulShape
 from meshpar_kernels.tuning import MatmulKey
 
 from ...errors import CheckError, TargetError
+from ..report.tables import GROUP, Cell, Table, number
 from .target import parse_options
 
 ABOUT = """\
@@ -172,17 +172,20 @@ def tune_matmuls(
 
 def _show(tables: tuning.Table, file: Path, console: Console) -> None:
     """Print a table of tuned tiles, with the measured and the analytic choice's milliseconds."""
-    table = Table(title=f"tiles of the grouped matmuls, medians; {file}")
-    more = ("stages", "blocks", "cluster", "ping-pong")
-    for name in ("device", "matmul", "dtype", "tile (rows, K, N)", *more, "ms", "analytic choice, ms"):
-        table.add_column(name, overflow="fold")
+    rows: list[list[Cell]] = []
+    attributes: list[str] = []
     for kind, classes in tables.items():
+        rows.append([Cell(kind), *[Cell("")] * 4])
+        attributes.append(GROUP)
         for shape, dtypes in classes.items():
             for dtype, entry in dtypes.items():
                 c = entry.config
-                options = (str(x or "") for x in (c.stages, c.num_sms, c.cluster, c.pingpong))
-                seconds = (f"{1e3 * s:.3f}" for s in (entry.seconds, entry.analytic_seconds))
-                table.add_row(kind, shape, dtype, str(c.tile), *options, *seconds)
-    console.print(
-        table if table.row_count else f"No tile was measured yet: neither the shipped table nor {file} has an entry."
-    )
+                options = {"stages": c.stages, "blocks": c.num_sms, "cluster": c.cluster, "ping-pong": c.pingpong}
+                given = " ".join(f"{k}={v}" if v is not True else k for k, v in options.items() if v)
+                times = (number(f"{1e3 * s:.3f}", s) for s in (entry.seconds, entry.analytic_seconds))
+                rows.append([*map(Cell, (f"{shape} {dtype}", str(c.tile), given)), *times])
+                attributes.append("")
+    columns = [("matmul", ""), ("rows, K, N", ""), ("options", ""), ("ms", "n"), ("analytic", "n")]
+    title = f"tiles of the grouped matmuls: medians, also of the analytic choice; {file}"
+    table = Table(columns, rows, title, attributes).terminal()
+    console.print(table if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry.")

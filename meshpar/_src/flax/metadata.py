@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import RankError
 from ..compat import nnx
-from ..compat.jax import axes_of_spec, is_graph_node, patched_constraints
+from ..compat.jax import axes_of_spec, patched_constraints
 from ..dims import Dims, PathDims, fit_dims, format_dims, join_path, parse_dims
 from ..program.primitives import name_dims_p, place_p
 
@@ -62,28 +63,22 @@ def _is_node_states(x: Any) -> bool:
     return type(x).__name__ == "NodeStates" and type(x).__module__.startswith("flax.nnx")
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["leaves"], meta_fields=["tree"])
+@dataclass(slots=True)
 class _PureState:
     """An ``nnx.State`` among arguments that also have modules: its variables are arrays of a tree, and are not updated."""
 
-    def __init__(self, leaves: Any, tree: Any):
-        self.leaves, self.tree = leaves, tree
+    leaves: list[Any]
+    tree: Any
 
     @property
     def state(self) -> Any:
         return jax.tree.unflatten(self.tree, self.leaves)
 
-    def tree_flatten(self) -> tuple[Any, Any]:
-        return tuple(self.leaves), self.tree
-
-    @classmethod
-    def tree_unflatten(cls, tree: Any, leaves: Any) -> _PureState:
-        return cls(leaves, tree)
-
 
 def variables(x: Any) -> Any:
     """A tree as it is; an nnx module by its ``nnx.state``."""
-    return nnx.state(x) if is_graph_node(x) else x
+    return nnx.state(x) if nnx.is_graph_node(x) else x
 
 
 def pure_states(tree: Any) -> Any:
@@ -91,7 +86,7 @@ def pure_states(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: _PureState(*jax.tree.flatten(x)) if isinstance(x, nnx.State) else x,
         tree,
-        is_leaf=lambda x: isinstance(x, nnx.State) or is_graph_node(x),
+        is_leaf=lambda x: isinstance(x, nnx.State) or nnx.is_graph_node(x),
     )
 
 
@@ -100,7 +95,7 @@ def with_states(tree: Any) -> Any:
     return jax.tree.map(
         lambda x: x.state if isinstance(x, _PureState) else x,
         tree,
-        is_leaf=lambda x: isinstance(x, _PureState) or is_graph_node(x),
+        is_leaf=lambda x: isinstance(x, _PureState) or nnx.is_graph_node(x),
     )
 
 

@@ -63,7 +63,7 @@ def seconds_of(
     """
     entry = ALGORITHMS["ring" if kind == "collective-permute" else algorithm]
     if not entry.ring_step:
-        stages = [part for stage in stages for part in stage.fills or (stage,)]
+        stages = [part for stage in stages for part in stage.parts]
     levels = _levels(stages, chip, entry)
     if not levels:
         return 0.0

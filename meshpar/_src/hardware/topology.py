@@ -261,7 +261,7 @@ class Stage:
     Attributes:
       size: number of devices.
       dim: ``x``, ``y``, ``z`` (torus dimensions), ``core`` (of one chip), ``switch`` (GPUs on one NVSwitch), ``slice`` (over
-        DCN), or ``""``: not known.
+        DCN, all or some of its devices), or ``""``: not known.
       wraps: it is a ring; a line otherwise.
       stride: distance between neighbours along the dimension, in chips; also the number of groups that share each link.
       fills: for devices that are no run along one dimension but fill a box (JAX maps ``data=16`` to a v5e:4x4 like a snake): the
@@ -275,8 +275,13 @@ class Stage:
     fills: tuple[Stage, ...] = ()
 
     @property
+    def parts(self) -> tuple[Stage, ...]:
+        """The stages of the box that its devices fill; the stage itself, if they fill none."""
+        return self.fills or (self,)
+
+    @property
     def between(self) -> bool:
-        """Whether it connects slices or nodes: over DCN."""
+        """Whether it connects slices or nodes, all or some of its devices: over DCN."""
         return self.dim == "slice"
 
     @property
@@ -445,7 +450,8 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
             groups = np.moveaxis(rest.reshape(len(rest), -1, len(_PLACES)), 1, 0)
             box, *others = {tuple(_box(group, extent, rings)) for group in groups}
             full = not others and math.prod(s.size for s in box) == len(rest)
-            out[axis] = (Stage(len(rest), fills=box if full else ()),)
+            between = any(s.between for found in (box, *others) for s in found)
+            out[axis] = (Stage(len(rest), "slice" if between else "", fills=box if full else ()),)
         else:
             out[axis] = tuple(_along(d, n, stride, extent, rings) for n, d, stride in runs)
     return out

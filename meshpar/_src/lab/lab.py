@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ..plan_api import Plan
@@ -41,13 +42,14 @@ class Lab:
         """The last valid plan of the page."""
         return self.session.plan()
 
-    def serve(self, port: int = 0, *, browser: bool = True, block: bool = True) -> str:
+    def serve(self, port: int = 0, *, browser: bool = True, block: bool = True, as_json: bool = False) -> str:
         """Serve the page on the loopback address, to browsers of this machine; requests need the token in the page's address.
 
         Args:
           port: 0: any free port.
           browser: open it in the user's browser.
           block: serve until Ctrl-C; else in a thread, for as long as the process runs.
+          as_json: print the address and the session (target, mesh, layout, sizes, …) as one line of JSON, not the address alone.
 
         Returns:
           The page's address, with its token.
@@ -60,7 +62,8 @@ class Lab:
         from .server import Server
 
         server = Server(self.session, port)
-        print(server.url, flush=True)
+        state = {"address": server.url, "session": self.session.handle({"ask": "open"})}
+        print(json.dumps(state) if as_json else server.url, flush=True)
         if browser:
             webbrowser.open(server.url)
         if block:

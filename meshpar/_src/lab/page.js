@@ -48,6 +48,27 @@ const withName = (rule, old, name) => { const at = rule.lastIndexOf(":"); return
 const sizePairs = (text) => text.split(",").map((part) => part.split("=").map((word) => word.trim())).filter(([name]) => name);
 const sizeText = (pairs) => pairs.map(([name, n]) => `${name}=${n}`).join(", ");
 
+/** Numbers for a logarithmic axis from `low` to `high`: evenly spaced round numbers, or, where the ends differ more, some numbers of each
+ *  power of ten. */
+function ticks(low, high) {
+  const step = [1, 2, 5, 10].map((k) => k * 10 ** Math.floor(Math.log10((high - low) / 5))).find((size) => size >= (high - low) / 5);
+  const first = Math.ceil(low / step);
+  if (high < 3 * low) return [...Array(Math.floor(high / step) - first + 1).keys()].map((k) => (first + k) * step);
+  const decades = [...Array(Math.floor(Math.log10(high)) - Math.floor(Math.log10(low)) + 1).keys()].map((k) => 10 ** (k + Math.floor(Math.log10(low))));
+  const all = decades.flatMap((decade) => (high < 20 * low ? [1, 1.5, 2, 3, 5, 7] : high < 1000 * low ? [1, 2, 5] : [1]).map((k) => k * decade));
+  return all.filter((value) => low <= value && value <= high);
+}
+const TIMES = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]], BYTES = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
+/** The ticks of an axis as [value, text], in the largest unit in which its end is at least one half. */
+function axisTicks(low, high, units) {
+  const [unit, size] = units.find(([, size_]) => high >= size_ / 2) ?? units.at(-1);
+  return ticks(low / size, high / size).map((n) => [n * size, `${+n.toPrecision(4)} ${unit}`]);
+}
+
+/** Whether this browser has dismissed the hints. A cookie, since each lab has a port of its own, and other storage is kept by port. */
+const HINTS = "meshpar_lab_hints=dismissed";
+function dismissed() { try { return document.cookie.includes(HINTS); } catch { return false; } } // a frame without storage throws
+
 /** Put the page into an element.
  *  @param ask request → promise of the reply
  *  @param linked whether the fragment of the page's address carries its state */
@@ -67,7 +88,7 @@ export function mount(root, ask, linked = false) {
   const plot = make("div", { class: "candidates" });
   const notice = make("div", { class: "error notice", role: "alert", hidden: true });
   const lowering = make("select", { "aria-label": "lowering", change: () => { remember(); state.lowering = lowering.value; plan(); fillStart(); } });
-  const sizeFields = make("div", { class: "row", hidden: true });
+  const sizeFields = make("div", { class: "flow", hidden: true });
   const sizeError = make("div", { class: "error", role: "alert", hidden: true });
   const topology = make("input", {
     class: "mono", spellcheck: "false", "aria-label": "topology", placeholder: "v5e:16x16", size: "14",
@@ -92,6 +113,15 @@ export function mount(root, ask, linked = false) {
   const undo = button("Undo", () => back(), "restore the previous layout and mesh");
   const textButton = make("button", { type: "button", "aria-pressed": "false", click: () => toggleText() }, "As text");
   const pin = button("Pin", () => addPin(), "keep this plan, and compare later plans with it");
+  const hints = [];
+  const hint = (text_) => {
+    const dismiss = () => {
+      for (const one of hints) one.hidden = true;
+      try { document.cookie = `${HINTS}; max-age=31536000; path=/; samesite=strict`; } catch { /* they are shown again next time */ }
+    };
+    hints.push(make("p", { class: "hint", role: "note", hidden: dismissed() }, text_, " ", button("Got it", dismiss, "hide the hints, in later labs too")));
+    return hints.at(-1);
+  };
   const copyLayout = button("Copy layout", () => copy(shown?.layout, copyLayout), "the layout as one line");
   const copyPython = button("Copy Python", () => copy(shown?.python, copyPython), "the mesh, the layout and the call of mp.jit");
   const compile = button("Compile this", () => compileThis(), "run the real compiler, which takes seconds to minutes");
@@ -99,7 +129,7 @@ export function mount(root, ask, linked = false) {
   const nameSection = make("details", { class: "names", hidden: true }, make("summary", {}, "Names of dims, inferred from their uses"),
     make("p", { class: "dim" }, "Nobody named a dim, so the program's uses did. A wrong name costs time, never a result. Click one to change it."),
     make("table", {}, make("thead", {}, make("tr", {}, ...["dim", "size", "arrays", "certain", "evidence"].map((head) =>
-      make("th", { scope: "col", class: head === "arrays" ? "n" : "" }, head)))), nameRows), nameError, make("p", { class: "row" }, copyNames));
+      make("th", { scope: "col", class: head === "arrays" ? "n" : "" }, head)))), nameRows), nameError, make("p", { class: "flow" }, copyNames));
   const cards = make("div", { class: "metrics", "aria-label": "metrics of the plan" });
   const facts = make("section", { "aria-label": "mesh, lowering, chip and JAX version" });
   const compiled = make("section", { hidden: true });
@@ -111,20 +141,24 @@ export function mount(root, ask, linked = false) {
   const panels = make("div", { class: "panels" }), parts = new Map(); // the sections of the plan, and each by its title
   const pins = part("Compared with pinned plans");
   pins.section.hidden = true;
+  pins.section.className = "pins";
   root.replaceChildren(
     make("header", {}, make("h1", {}, "meshpar lab ", title),
       make("p", { class: "dim" }, "Edit the mesh and the rules: the numbers update at once. They are the plan's estimates; nothing is compiled " +
         "or run until you ask for it."), notice),
     make("div", { class: "bench" },
       make("div", { class: "controls" },
-        make("section", {}, make("h2", {}, "Start from"), start, plot, make("p", { class: "row" }, suggest, progress, searched)),
-        make("section", {}, make("h2", {}, "Mesh"), make("p", { class: "row" }, make("label", { class: "row dim" }, "of ", topology),
-          make("label", { class: "row dim" }, "lowering ", lowering)), bar, meshInput, meshError, sizeFields, sizeError),
+        make("section", {}, make("h2", {}, "Start from"), start, plot, make("p", { class: "flow" }, suggest, progress, searched),
+          hint("Search plans some hundred meshes and layouts and shows the fastest that fits. Each is a point of the plot.")),
+        make("section", {}, make("h2", {}, "Mesh"), make("p", { class: "flow" }, make("label", { class: "flow dim" }, "of ", topology),
+          make("label", { class: "flow dim" }, "lowering ", lowering)), bar, meshInput, meshError, sizeFields, sizeError),
         make("section", {}, make("h2", {}, "Layout"),
           make("p", { class: "dim" }, "In order: an axis goes to the first rule whose dim is present."),
           list, text, layoutError, more,
-          make("p", { class: "row" }, ...[undo, textButton, pin, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine, nameSection)),
-      make("div", { class: "results" }, cards, facts, compiled, pins.section, panels)),
+          make("p", { class: "flow" }, ...[undo, textButton, copyLayout, copyPython, copyLink, compile].filter(Boolean)), statusLine, nameSection)),
+      make("div", { class: "results" }, cards,
+        make("div", { class: "pin" }, pin, hint("Pin this plan, then change a rule or load another layout: the page says why the new plan is faster or slower.")),
+        pins.section, facts, compiled, panels)),
   );
 
   // -- state
@@ -519,50 +553,60 @@ export function mount(root, ask, linked = false) {
   const isCurrent = ({ mesh, layout }) =>
     state.mesh === mesh && asText(state.rules.filter((r) => r.on)).replaceAll("\n", "; ") === layout.replaceAll("\n", "; ");
 
-  /** Step time against peak memory of the known layouts and the candidates: a click, or Enter, loads one. */
+  /** A link to a row: a click loads it, and with a key that opens a tab the browser opens it. */
+  const opens = (row) => ({
+    href: linked ? asLink({ ...state, mesh: row.mesh, layout: row.layout, target: opened.title }) : null,
+    click: (e) => { e.stopPropagation(); if (!(e.ctrlKey || e.metaKey || e.shiftKey)) { e.preventDefault(); load(row); } },
+  });
+
+  /** Step time against peak memory of the known layouts and the candidates, each a link to its plan: a click, or Enter, loads it. */
   function drawPlot() {
     const timed = [...candidates, ...begin].filter((row) => row.seconds);
     const rows = timed.filter((row) => row.seconds <= 8 * Math.min(...timed.map((r) => r.seconds))).sort((a, b) => a.seconds - b.seconds || a.peak - b.peak);
     plot.replaceChildren();
     if (rows.length < 3) return;
-    const [w, h, left, bottom] = [440, 210, 74, 34];
-    const scale = (key, from, to) => {
-      const [low, high] = [Math.min, Math.max].map((of) => Math.log(of(...rows.map((row) => row[key]))));
+    const [w, h, left, bottom, top] = [440, 206, 62, 34, 22];
+    const [capacity, capacityText] = rows[0].capacity ?? [Infinity, ""];
+    const near = capacity <= 8 * Math.max(...rows.map((row) => row.peak)); // else the points would be at the bottom of the plot
+    const axis = (key, from, to, units, ...more) => {
+      const [low, high] = [Math.min, Math.max].map((of) => Math.log(of(...rows.map((row) => row[key]), ...more)));
       const pad = Math.max(0.06 * (high - low), 0.03);
-      return (value) => from + ((Math.log(value) - low + pad) / (high - low + 2 * pad)) * (to - from);
+      const at = (value) => from + ((Math.log(value) - low + pad) / (high - low + 2 * pad)) * (to - from);
+      return [at, axisTicks(Math.exp(low - pad), Math.exp(high + pad), units)];
     };
-    const [x, y] = [scale("seconds", left, w - 10), scale("peak", h - bottom, 10)];
-    const ends = (key) => { const all = [...rows].sort((a, b) => a[key] - b[key]); return [all[0], all.at(-1)]; };
-    const label = (at, y_, string, anchor) => make("text", { x: at, y: y_, "font-size": 11, fill: "var(--dim)", "text-anchor": anchor }, string);
-    const circles = rows.map((row, k) => {
+    const [x, times] = axis("seconds", left, w - 10, TIMES), [y, sizes_] = axis("peak", h - bottom, top, BYTES, ...(near ? [capacity] : []));
+    const line = (d, stroke, more) => make("path", { d, fill: "none", stroke, ...more });
+    const label = (at, y_, string, anchor, fill = "var(--dim)") => make("text", { x: at, y: y_, "font-size": 11, fill, "text-anchor": anchor }, string);
+    const points = rows.map((row, k) => {
       const what = [row.name || "candidate", row.texts.join(", "), `${row.mesh}: ${row.layout || "(nothing sharded)"}`, row.fits === false ? "does not fit" : ""];
       const kind = `${row.fits === false ? "misfit" : row.name === "search result" ? "best" : row.name ? "known" : ""} ${isCurrent(row) ? "now" : ""}`;
-      const circle = make("circle", {
-        cx: x(row.seconds), cy: y(row.peak), r: row.name ? 5.5 : 4.5, class: kind, role: "radio", tabindex: k ? -1 : 0, "aria-checked": `${isCurrent(row)}`,
-        "aria-label": what.filter(Boolean).join("; "), click: () => load(row),
+      return make("svg:a", {
+        role: "radio", tabindex: k ? -1 : 0, "aria-checked": `${isCurrent(row)}`, "aria-label": what.filter(Boolean).join("; "), ...opens(row),
         keydown: (e) => {
           if (e.key === "Enter" || e.key === " ") { e.preventDefault(); load(row); return; }
-          const next = circles[{ ArrowRight: k + 1, ArrowDown: k + 1, ArrowLeft: k - 1, ArrowUp: k - 1, Home: 0, End: circles.length - 1 }[e.key]];
+          const next = points[{ ArrowRight: k + 1, ArrowDown: k + 1, ArrowLeft: k - 1, ArrowUp: k - 1, Home: 0, End: points.length - 1 }[e.key]];
           if (!next) return;
           e.preventDefault();
-          circle.setAttribute("tabindex", -1);
+          points[k].setAttribute("tabindex", -1);
           next.setAttribute("tabindex", 0);
           next.focus();
         },
-      }, make("title", {}, what.filter(Boolean).join("\n")));
-      return circle;
+      }, make("circle", { cx: x(row.seconds), cy: y(row.peak), r: row.name ? 5.5 : 4.5, class: kind }), make("title", {}, what.filter(Boolean).join("\n")));
     });
     const had = plot.dataset.focused;
-    const [fast, slow] = ends("seconds"), [small, large] = ends("peak");
+    const painted = (point) => ["", "misfit", "known", "best", "now"].findLastIndex((kind) => !kind || point.firstChild.classList.contains(kind)); // the last on top
+    const kinds = new Set(points.flatMap((point) => { const of = [...point.firstChild.classList]; return of.length ? of : [""]; }));
     plot.append(make("svg", { viewBox: `0 0 ${w} ${h}`, role: "radiogroup", "aria-label": "candidates: step time against peak memory" },
-      make("path", { d: `M${left} 6V${h - bottom}H${w - 6}`, fill: "none", stroke: "var(--none)" }),
-      label(x(fast.seconds), h - bottom + 14, fast.texts[0], "middle"), label(x(slow.seconds), h - bottom + 14, slow.texts[0], "middle"),
-      label((left + w) / 2, h - 3, "step time", "middle"), label(left - 5, y(small.peak) + 4, small.texts[1], "end"),
-      label(left - 5, y(large.peak) + 4, large.texts[1], "end"), ...circles),
+      ...times.map(([value]) => line(`M${x(value)} ${top}V${h - bottom}`, "var(--line)")), ...sizes_.map(([value]) => line(`M${left} ${y(value)}H${w - 6}`, "var(--line)")),
+      line(`M${left} ${top - 6}V${h - bottom}H${w - 6}`, "var(--none)"),
+      ...times.map(([value, text_]) => label(x(value), h - bottom + 14, text_, "middle")), ...sizes_.map(([value, text_]) => label(left - 5, y(value) + 4, text_, "end")),
+      label(w - 6, h - 3, "step time", "end"), label(left - 5, 10, "peak memory", "middle"),
+      ...(near ? [line(`M${left} ${y(capacity)}H${w - 6}`, "var(--bad)", { "stroke-dasharray": "5 3" }),
+        label(w - 6, y(capacity) - 4, `capacity ${capacityText}`, "end", "var(--bad)")] : []), ...[...points].sort((a, b) => painted(a) - painted(b))),
     make("div", { class: "key" }, ...[["known", "known layout"], ["best", "search result"], ["", "candidate"], ["misfit", "does not fit"], ["now", "shown"]]
-      .filter(([kind]) => circles.some((c) => (kind ? c.classList.contains(kind) : c.classList.length === 0)))
-      .map(([kind, name]) => make("span", {}, make("i", { class: kind }), name))));
-    if (had) circles.find((c) => c.getAttribute("aria-checked") === "true")?.focus();
+      .filter(([kind]) => kinds.has(kind)).map(([kind, name]) => make("span", {}, make("i", { class: kind }), name)),
+    capacityText && !near ? make("span", {}, `capacity ${capacityText}`) : null));
+    if (had) points.find((point) => point.getAttribute("aria-checked") === "true")?.focus();
   }
   /** Rows that fit first, then by step time and by peak. */
   function ranked(rows) {
@@ -574,12 +618,7 @@ export function mount(root, ask, linked = false) {
     start.replaceChildren(make("table", {}, make("thead", {}, make("tr", {},
       make("th", { scope: "col" }, "layout, mesh"), make("th", { scope: "col", class: "n" }, "step"), make("th", { scope: "col", class: "n" }, "peak"))),
     make("tbody", {}, ...rows.map((row) => {
-      const line = make("tr", {}, make("td", {}, make("button", {
-        type: "button", class: "link", title: row.layout,
-        click: () => {
-          load(row);
-        },
-      }, row.name), make("span", { class: "dim" }, ` ${row.mesh.replaceAll("=", " ").replaceAll(", ", " × ")}`)),
+      const line = make("tr", {}, make("td", {}, make("button", { type: "button", class: "link", title: row.layout, click: () => load(row) }, row.name), make("span", { class: "dim" }, ` ${row.mesh.replaceAll("=", " ").replaceAll(", ", " × ")}`)),
       make("td", { class: "n" }, row.texts[0]), make("td", { class: `n ${row.fits === false ? "up" : ""}`, title: row.fits === false ? "does not fit" : "" }, row.texts[1]));
       line.row = row;
       return line;
@@ -669,22 +708,23 @@ export function mount(root, ask, linked = false) {
   function addPin() {
     const { mesh, topology: where, layout, lowering: how, sizes: of, names } = shown;
     state.pinned.push({ mesh, topology: where, layout, lowering: how, sizes: of, names });
-    plan();
+    plan().then(() => pins.section.scrollIntoView({ block: "nearest" }));
   }
   /** The pinned plans, each with its numbers and why this plan is slower or faster. */
   function drawPins() {
-    const were = new Set([...pins.body.querySelectorAll("details[open]")].map((details) => details.dataset.of));
+    const were = new Map([...pins.body.querySelectorAll("details")].map((details) => [details.dataset.of, details.open]));
     pins.section.hidden = !state.pinned.length;
     pins.body.replaceChildren(...state.pinned.map((pinned, k) => {
       const { texts, why, question, html } = shown.pinned[k];
       const folded = (title, body) => {
         const of = `${k} ${title === question ? "why" : "all"}`;
-        const details = make("details", { "data-of": of, open: were.has(of) }, make("summary", {}, title), make("div"));
+        const details = make("details", { "data-of": of, open: were.get(of) ?? title === question }, make("summary", {}, title), make("div"));
         details.lastChild.innerHTML = body;
+        details.addEventListener("toggle", () => enhance(details), { once: true });
         return details;
       };
       const load = () => { remember(); use({ ...pinned, rules: asRules(pinned.layout.replaceAll("; ", "\n")) }); };
-      return make("div", { class: "card" }, make("div", { class: "row" }, make("strong", {}, texts[0]), make("span", {}, texts[1]),
+      return make("div", { class: "card" }, make("div", { class: "flow" }, make("strong", {}, texts[0]), make("span", {}, texts[1]),
         make("code", {}, [pinned.mesh, pinned.layout || "(nothing sharded)", pinned.sizes].filter(Boolean).join(": ")),
         button("Show", load, "restore this plan"), button("Unpin", () => { state.pinned.splice(k, 1); plan(); }, "forget this plan")),
       ...(isShown(pinned) ? [make("p", { class: "dim" }, "This is the plan that the page shows.")] :

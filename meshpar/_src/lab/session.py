@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import MeshError, MeshparError, TargetError
-from ..dims import parse_names
+from ..dims import parse_names, parse_pairs
 from ..hardware.topology import device_count, parse_topology
 from ..layout import Layout, characteristic_dims
 from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
-from ..program.naming import patterns_of
+from ..program.patterns import patterns_of
 from ..report.colours import AxisColours
 from ..report.facts import kernel_seconds
 from ..report.names import names_table
@@ -469,15 +469,17 @@ def _parse_sizes(text: str) -> dict[str, int]:
     Raises:
       TargetError: another text, or a size that is not from 1 to ``MAX_SIZE``.
     """
-    out = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, _, value = (word.strip() for word in part.partition("="))
-        out[name] = int(value) if value.isascii() and value.isdigit() else 0
-        if not name or not 0 < out[name] <= MAX_SIZE:
-            raise TargetError(
-                f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}", fixes=["batch=32, seq=4096"]
-            )
-    return out
+
+    def wrong(part: str) -> TargetError:
+        return TargetError(
+            f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}", fixes=["batch=32, seq=4096"]
+        )
+
+    pairs = parse_pairs(text, wrong)
+    for name, value in pairs.items():
+        if not (value.isascii() and value.isdigit() and 0 < int(value) <= MAX_SIZE):
+            raise wrong(f"{name}={value}")
+    return {name: int(value) for name, value in pairs.items()}
 
 
 def _row(text: str, on: bool) -> _Row:
@@ -519,8 +521,9 @@ def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:
 def _as_row(
     name: str, mesh: str, layout: str, seconds: float | None, peak: float, sent: float, of: Plan
 ) -> dict[str, Any]:
-    """A row of layouts for the page: texts and numbers of its step time (seconds), peak memory and bytes sent; ``of``: a plan on
-    the same chip."""
+    """A row of layouts for the page: texts and numbers of its step time (seconds), peak memory and bytes sent, and the
+    capacity of a device; ``of``: a plan on the same chip."""
+    capacity = None if of.chip is None else of.chip.per_device().hbm
     return {
         "name": name,
         "mesh": mesh,
@@ -528,7 +531,8 @@ def _as_row(
         "seconds": seconds,
         "peak": peak,
         "sent": sent,
-        "fits": None if of.chip is None else peak <= of.chip.per_device().hbm,
+        "fits": None if capacity is None else peak <= capacity,
+        "capacity": None if capacity is None else [capacity, format_memory(capacity)],
         "texts": [format_seconds(seconds) if seconds is not None else "–", format_memory(peak)],
     }
 

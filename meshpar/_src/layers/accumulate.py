@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
 from ..compat import nnx
-from ..compat.jax import axes_of_spec, flatten_to_nodes, has_graph_nodes, is_graph_node, user_stacklevel
+from ..compat.jax import axes_of_spec, user_stacklevel
 from ..global_arrays import is_key
 from ..layout import AnyMesh, Layout
 
@@ -108,8 +108,8 @@ def accumulate_gradients(
         _warn_of_keys(arguments, {*own_keys, *(batches or ())})
         others = [a for a, x in arguments.items() if a != 0 and a not in own_keys and _has_rows(x)] if args else []
         where = others if batches is None else batches
-        leaves, structure = flatten_to_nodes((args, kwargs))
-        nodes = {n: x for n, x in enumerate(leaves) if is_graph_node(x)}
+        leaves, structure = nnx.flatten_to_nodes((args, kwargs))
+        nodes = {n: x for n, x in enumerate(leaves) if nnx.is_graph_node(x)}
         graph, params, variables = nnx.split([*nodes.values()], nnx.Param, ...) if nodes else (None, None, None)
         _check_rows({a: arguments[a] for a in where})
         if not where and not own_keys:
@@ -259,7 +259,7 @@ def _warn_of_keys(arguments: Mapping[int | str, Any], known: Collection[int | st
 
 
 def _is_module(x: Any) -> bool:
-    return is_graph_node(x) and not isinstance(x, nnx.Variable)
+    return nnx.is_graph_node(x) and not isinstance(x, nnx.Variable)
 
 
 def _has_rows(argument: Any) -> bool:
@@ -267,7 +267,7 @@ def _has_rows(argument: Any) -> bool:
 
     Scalars, typed PRNG keys and raw keys (two 32-bit words) have none, and NNX modules are no batches.
     """
-    return not has_graph_nodes(argument) and any(
+    return not nnx.has_graph_nodes(argument) and any(
         np.ndim(x) > 0 and not (np.shape(x) == (2,) and getattr(x, "dtype", None) == np.uint32)
         for x in jax.tree.leaves(argument)
     )

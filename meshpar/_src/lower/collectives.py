@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,9 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from meshpar_kernels.collectives import scatter_in_order
+
 from ..compat.jax import on_host
 from ..compat.quirks import before_exchange, extremum, psum_scatter, separate_all_gather
-from ..hardware.algorithms import ALGORITHMS, AlgorithmName
+from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..layout import Spec
 from ..plan.collectives import is_all_reducible
 from ..plan.resharding import Move
@@ -158,8 +160,30 @@ def scattered(x: Any, axes: Sequence[str], dim: int, algorithm: AlgorithmName, g
     if ones:
         return lax.expand_dims(scattered(lax.squeeze(x, ones), axes, dim - len(ones), algorithm, grid), ones)
     if not ALGORITHMS[algorithm].stage_by_stage:
-        return ALGORITHMS[algorithm].reduce_scatter(x, axes, dim, grid.between_slices, psum_scatter)
+        return reduce_scatter(x, axes, dim, ALGORITHMS[algorithm], grid.between_slices)
     for names in grid.groups(axes):
+        x = psum_scatter(x, names[0] if len(names) == 1 else names, dim)
+    return x
+
+
+def reduce_scatter(x: Any, axes: Sequence[str], dim: int, algorithm: Algorithm, between: Collection[str]) -> Any:
+    """The sum of ``x`` over mesh axes, of which this device has its block of a dim, in the phases of an algorithm.
+
+    Args:
+      x: the local array.
+      axes: one for each stage, major to minor; blocks are numbered in this order, whatever the phases.
+      dim: the dim of x that is scattered.
+      between: the axes that connect slices.
+    """
+    if algorithm.slices_locally:
+        n = x.shape[dim] // lax.axis_size(tuple(axes))
+        return lax.dynamic_slice_in_dim(lax.psum(x, tuple(axes)), lax.axis_index(tuple(axes)) * n, n, dim)
+    phases = algorithm.phases([a in between for a in axes])
+    order = [k for phase in phases for k in phase]
+    if order != sorted(order):
+        return scatter_in_order(x, axes, dim, order)
+    for phase in phases:
+        names = tuple(axes[k] for k in phase)
         x = psum_scatter(x, names[0] if len(names) == 1 else names, dim)
     return x
 

@@ -9,9 +9,9 @@ from jax import lax
 
 from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
 
-from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard
+from ..iterables import operands_first
+from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard, dot_of
 from ..program.ir import Op, Value
-from ..rules.matmul_conv import dot_of
 from ..rules.spmd import Grid
 
 
@@ -52,24 +52,20 @@ def _finish(value: Value, leaves: Sequence[Op]) -> Callable[[list[Any]], Any]:
     """A function from chunks of the matmuls to a chunk of the sum: it applies the transposes and additions between them."""
     position = {op: k for k, op in enumerate(leaves)}
 
+    def operands(value: Value) -> list[Value]:
+        """The terms of a sum or the operand of a transpose; none of a matmul."""
+        return [] if value.op is None or value.op in position else [v for v in value.op.ins if v is not None]
+
     def sum_of(chunks: list[Any]) -> Any:
         """The chunk of ``value``, computed from chunks of the matmuls by the additions and transposes of the program."""
         made: dict[Value, Any] = {}
-        pending = [value]
-        while pending:  # not recursive: a sum may have more terms than Python's stack
-            item = pending[-1]
+        for item in operands_first(value, operands):
             op = item.op
             assert op is not None
-            operands = [v for v in op.ins if v is not None]
-            unknown = [] if item in made or op in position else [v for v in operands if v not in made]
-            if unknown:
-                pending += reversed(unknown)
-                continue
-            pending.pop()
             if op in position:
                 made[item] = chunks[position[op]]
-            elif item not in made:
-                terms = [made[v] for v in operands]
+            else:
+                terms = [made[v] for v in operands(item)]
                 permutation = op.eqn.params["permutation"] if op.primitive.family == "transpose" else None
                 made[item] = terms[0] + terms[1] if permutation is None else lax.transpose(terms[0], permutation)
         return made[value]

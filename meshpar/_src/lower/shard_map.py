@@ -6,35 +6,40 @@ function has the derivatives of the ``"jit"`` lowering (:mod:`lower.derivatives`
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 
 from ..compat.jax import (
     abstract_array,
-    at_line_of,
+    at_source,
     bind,
     close_over,
+    equations,
     literal_array,
     make_generated_jaxpr,
     may_be_differentiated,
     on_host,
+    source_of,
     used_inputs,
     with_weak_type,
     zeros,
 )
 from ..compat.quirks import opaque, with_rows
+from ..compat.templates import SourceInfo, Templates
 from ..layout import AnyMesh, to_partition_spec
 from ..plan.plan import Plan
 from ..plan.spec import local_shape, replicated_spec
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
+from ..program.ir import Op
 from ..rules import check_local, refusal, run_elementwise, run_local
 from ..rules.halo import Exchanged, reusing
 from ..rules.local import unsupported
@@ -106,15 +111,19 @@ def lower_to_shard_map(
 
     ins, outs = ([sharding_of(s, mesh) for s in part] for part in (arguments, outputs))
     function = on_used
-    if may_be_differentiated(closed):
+
+    def partitioned() -> Callable[..., list[Any]]:
+        """The function of the used arguments as the ``"jit"`` lowering has it."""
+        assert isinstance(mesh, Mesh)
+        lowered = lower_to_jit(plan, mesh, bound)[0]
+        return lambda *xs: lowered(*every(xs))
+
+    if bound and any(e.primitive.name == "custom_vjp_call" for e in equations(program.closed)):
+        function = jax.custom_vjp(on_used)  # JAX has no vmap of the forward derivative of a custom_vjp
+        function.defvjp(lambda *xs: jax.vjp(partitioned(), *xs), lambda pullback, given: pullback(given))
+    elif may_be_differentiated(closed):
         function = jax.custom_jvp(on_used)
-
-        @function.defjvp
-        def _(primals: Any, tangents: Any) -> Any:
-            assert isinstance(mesh, Mesh)
-            unsharded = lower_to_jit(plan, mesh, bound)[0]
-            return jax.jvp(lambda *xs: unsharded(*every(xs)), primals, tangents)
-
+        function.defjvp(lambda primals, tangents: jax.jvp(partitioned(), primals, tangents))
     return lambda *xs: function(*itertools.compress(xs, used)), ins, outs
 
 
@@ -126,6 +135,7 @@ class _Device:
       x: shard → the local array.
       orders: the orders of dims in which partial values can be computed.
       exchanged: the halos that the ops of the body have received.
+      templates: of the equations of steps of the body.
     """
 
     def __init__(self, grid: Grid, plan: Plan):
@@ -133,26 +143,64 @@ class _Device:
         self.x: dict[Shard, Any] = {}
         self.orders = SumOrders(grid)
         self.exchanged = Exchanged()
+        self.templates = Templates()
 
     def run(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of a body for its inputs."""
         self.x.update(zip(body.inputs, xs, strict=True))
         with reusing(self.exchanged):
             for step in body.steps:
-                with self.scope(step):
-                    _RUN[type(step)](self, step)
+                what, xs, matmul = self.signature(step)
+                sources = [self.source(step)]
+                if what is None:
+                    with at_source(sources[0]):
+                        _RUN[type(step)](self, step)
+                else:
+                    if matmul is not None:
+                        sources.append(source_of(matmul.eqn, matmul.where))
+                    trace = functools.partial(self.trace, step, sources[0])
+                    results = self.templates.run(self.templates.key(what, xs), xs, trace, sources)
+                    self.x.update(zip(step.makes, results, strict=True))
+                if isinstance(step, Run) and not step.in_ring:
+                    self.orders.ran(step, xs, [self.x[s] for s in step.results])
         return [self.x[s] for s in body.outputs if s is not None]
 
-    @contextmanager
-    def scope(self, step: Step) -> Iterator[None]:
-        """Gives equations the source line and name stack of the op of a step, and the name scope of its loop or collectives."""
-        loops = [self.plan.loop_name(step)] if isinstance(step, Loop) else []
-        names = " + ".join(dict.fromkeys([*loops, *map(self.plan.scope_name, step.sends)]))
-        with (
-            nullcontext() if step.op is None else at_line_of(step.op.eqn, step.op.where),
-            jax.named_scope(names) if names else nullcontext(),
-        ):
-            yield
+    def trace(self, step: Step, source: SourceInfo) -> list[Any]:
+        """The arrays that a step makes."""
+        with at_source(source):
+            _RUN[type(step)](self, step)
+        return [self.x[s] for s in step.makes]
+
+    def source(self, step: Step) -> SourceInfo:
+        """The source line and name stack of the op of a step, with the name scope of its loop or collectives."""
+        op, names = step.op, [self.plan.loop_name(step)] if isinstance(step, Loop) else []
+        scope = " + ".join(dict.fromkeys([*names, *map(self.plan.scope_name, step.sends)]))
+        return source_of(None, None, scope) if op is None else source_of(op.eqn, op.where, scope)
+
+    def signature(self, step: Step) -> tuple[Hashable | None, Sequence[Any], Op | None]:
+        """(a key, equal for steps that add equal equations to operands of equal types; their operands; the matmul among these
+        equations). The first is None if the equations depend on more: on halos that are received already, on what makes the
+        operand of a scatter."""
+        op, what = step.op, None
+        if isinstance(step, Run) and not step.in_ring:
+            eqn, rule, entry = step.op.eqn, step.op.rule, step.op.primitive
+            if step.collectives or eqn.effects:
+                pass
+            elif rule is None and entry.local is None and entry.family != "barrier":
+                what = (eqn.primitive, *eqn.params.items(), *_literals(step))
+            elif rule is not None and rule.known and not rule.windows and entry.family != "scatter":
+                constrained = () if self.sizes.cpu else tuple(is_constrained(step, s) for s in step.results)
+                what = rule, step.axes, step.rows, constrained  # equal rules have equal literals
+            return what, [self.x[s] for s in step.reads], None
+        if isinstance(step, Reshard) and step.ring is None and op is not None:
+            return (step.path, step.separate_buffer), [self.x[step.source]], None
+        if isinstance(step, Reduce) and step.ring is None and op is not None:
+            order, source = self.orders.best(self.x[step.source], step), step.source
+            scatters = tuple((s.dim, s.axes, s.algorithm) for s in step.scatters)
+            rule = None if order.matmul is None else order.matmul.rule
+            what = step.path, scatters, step.over, source.kind, source.spec, order.permutation, rule
+            return what, order.arrays, order.matmul
+        return None, [], None
 
     def constant(self, step: Constant) -> None:
         spec = step.result.spec
@@ -168,7 +216,7 @@ class _Device:
         """Run a reduction: all-reduces and reduce-scatters of a partial value, or a reduce-scatter ring; then the
         reshards after it."""
         if step.ring is None:
-            x = self.orders.reduced(self.x[step.source], step)
+            x = self.orders.reduced(step, self.orders.best(self.x[step.source], step))
         else:
             x = run_reduce_ring(step, step.ring, self.x, self.sizes)
             x = reduced(x, step, self.sizes, begun=len(self.sizes.ring(step.ring.axes)[0]))
@@ -207,7 +255,6 @@ class _Device:
         else:
             results = _foreign(step, xs)
         self.x.update(zip(step.results, results, strict=True))
-        self.orders.ran(step, xs, results)
 
     def operands(self, step: Run) -> list[Any]:
         return [
@@ -226,12 +273,12 @@ class _Device:
 
     def inside(self, body: Body, xs: Sequence[Any]) -> list[Any]:
         """The results of the body of a loop or branch. Its other values are dropped, since they belong to an inner trace."""
-        outer = self.x, self.orders, self.exchanged
-        self.x, self.orders, self.exchanged = dict(self.x), self.orders.copy(), Exchanged()
+        outer = self.x, self.orders, self.exchanged, self.templates
+        self.x, self.orders, self.exchanged, self.templates = dict(self.x), self.orders.copy(), Exchanged(), Templates()
         try:
             return self.run(body, xs)
         finally:
-            self.x, self.orders, self.exchanged = outer
+            self.x, self.orders, self.exchanged, self.templates = outer
 
     def call(self, step: Call) -> None:
         self.run(step.body, [])
@@ -284,6 +331,14 @@ _RUN: dict[type[Step], Callable[[_Device, Any], None]] = {
     Constant: _Device.constant, Reshard: _Device.reshard, Reduce: _Device.reduce, Run: _Device.op,
     Barrier: _Device.barrier, Call: _Device.call, Loop: _Device.loop, Branch: _Device.branch,
 }  # fmt: skip
+
+
+def _literals(step: Run) -> list[Hashable]:
+    """The literal operands of an op, with their positions."""
+    if None not in step.operands:
+        return []
+    literals = [(k, literal_array(v)) for k, v in enumerate(step.op.eqn.invars) if isinstance(v, Literal)]
+    return [(k, x.dtype, x.tobytes()) for k, x in literals]
 
 
 def _foreign(step: Run, xs: Sequence[Any]) -> list[Any]:

@@ -16,8 +16,7 @@ transpose remains. Other values, and GPUs, are not changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,12 +30,18 @@ from ..rules.spmd import Grid
 from .collectives import combined, reduced
 
 
-class _Transposed(NamedTuple):
-    """A transposed partial value, and the alternatives to it: (function that returns the value in another order of dims, the
-    permutation from that order to the transposed value)."""
+class Order(NamedTuple):
+    """An order of dims in which a value can be computed.
 
-    array: Any
-    alternatives: list[tuple[Callable[[], Any], tuple[int, ...]]]
+    Attributes:
+      permutation: from this order to the value.
+      arrays: the value in this order, or the operands of ``matmul``.
+      matmul: computes the value from ``arrays`` with its operands exchanged; None: nothing is computed.
+    """
+
+    permutation: tuple[int, ...]
+    arrays: Sequence[Any]
+    matmul: Op | None = None
 
 
 class SumOrders:
@@ -50,7 +55,7 @@ class SumOrders:
         self.grid = grid
         # keys are ids of arrays; the values refer to these arrays, so that the ids stay unique
         self._matmuls: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
-        self._transposed: dict[int, _Transposed] = {}
+        self._transposed: dict[int, tuple[Any, list[Order]]] = {}
 
     def copy(self) -> SumOrders:
         """A copy with the same values."""
@@ -68,32 +73,41 @@ class SumOrders:
             self._matmuls[id(out)] = out, step.op, xs
         else:
             permutation = tuple(step.op.eqn.params["permutation"])
-            alternatives: list[tuple[Callable[[], Any], tuple[int, ...]]] = [(lambda: xs[0], permutation)]
+            orders = [Order(permutation, xs)]
             if id(xs[0]) in self._matmuls:
                 _, matmul, operands = self._matmuls[id(xs[0])]
                 order = _exchanged_dims(matmul)
-                alternatives.append((partial(_exchanged, matmul, operands), tuple(order.index(i) for i in permutation)))
-            self._transposed[id(out)] = _Transposed(out, alternatives)
+                orders.append(Order(tuple(order.index(i) for i in permutation), operands, matmul))
+            self._transposed[id(out)] = out, orders
 
-    def reduced(self, x: Any, step: Reduce) -> Any:
-        """:func:`lower.collectives.reduced`, in the order of dims with the lowest cost."""
-        orders = self._transposed[id(x)].alternatives if id(x) in self._transposed else []
+    def best(self, x: Any, step: Reduce) -> Order:
+        """The order of dims with the lowest cost in which a step can reduce an array."""
+        orders = self._transposed[id(x)][1] if id(x) in self._transposed else []
         if not self.grid.cpu:
             sliced = any(s.entry.slices_locally for s in step.scatters)
-            orders = [order for order in orders if sliced and order[1] == tuple(sorted(order[1]))]
-        if not orders:
-            return reduced(x, step, self.grid)
+            orders = [order for order in orders if sliced and _is_sorted(order)]
         first = step.scatters[0].dim if step.scatters else 0
 
-        def cost(order: tuple[Callable[[], Any], tuple[int, ...]]) -> tuple[bool, bool]:
-            return bool(step.scatters) and order[1][first] != 0, order[1] != tuple(sorted(order[1]))
+        def cost(order: Order) -> tuple[bool, bool]:
+            return bool(step.scatters) and order.permutation[first] != 0, not _is_sorted(order)
 
-        make, permutation = min(orders, key=cost)
+        return min(orders, key=cost, default=Order((), [x]))
+
+    def reduced(self, step: Reduce, order: Order) -> Any:
+        """:func:`lower.collectives.reduced`, in an order of dims."""
+        if not order.permutation:
+            return reduced(order.arrays[0], step, self.grid)
+        permutation = order.permutation
         back = np.argsort(permutation)
         have = tuple(step.source.spec[i] for i in back)
         scatters = [Scatter(permutation[s.dim], s.axes, s.algorithm) for s in step.scatters]
-        y = combined(make(), have, scatters, step.over, step.source.kind, self.grid)
+        x = order.arrays[0] if order.matmul is None else _exchanged(order.matmul, order.arrays)
+        y = combined(x, have, scatters, step.over, step.source.kind, self.grid)
         return lax.transpose(y, permutation)
+
+
+def _is_sorted(order: Order) -> bool:
+    return order.permutation == tuple(sorted(order.permutation))
 
 
 def _exchanged_dims(op: Op) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Measures layouts on attached devices, and fits the chip's efficiencies to the measured seconds."""
 
+from .agreement import Candidate
+from .calibrate import calibrate
 from .fit import Fit, fit
-from .measure import Candidate, calibrate
 from .result import CalibrationResult, CalibrationRow

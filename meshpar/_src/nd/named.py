@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ def _operators(fn: Callable[..., Any]) -> tuple[Callable[..., Named], Callable[.
     return (lambda self, *other: elementwise(fn, self, *other), lambda self, other: elementwise(fn, other, self))
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["names"])
 class Named(AxisMetadata[Any]):
     """An array with a name for every dim; made by :func:`meshpar.nd.named`.
 
@@ -69,14 +70,7 @@ class Named(AxisMetadata[Any]):
     def __repr__(self) -> str:
         return f"Named({described(self)}, {self.array!r})"
 
-    # -- a pytree node, and a box with names as Flax has them
-
-    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        return ((jax.tree_util.GetAttrKey("array"), self.array),), self.names
-
-    @classmethod
-    def tree_unflatten(cls, names: Dims, children: Sequence[Any]) -> Named:
-        return cls(children[0], names)
+    # -- a box with names as Flax has them
 
     def unbox(self) -> Any:
         """The plain array; Flax calls it when a module reads a variable."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from ..plan.partial import readers_of
 from ..plan.plan import Plan
@@ -65,7 +66,6 @@ class FrameDependencies:
       matmuls: the matmuls and convolutions, in program order.
       maker: value → the op that computes it.
       users: value → the ops that read it.
-      makers: by index, the ops whose results an op reads.
       leads_to_heavy: op → whether a matmul, an opaque kernel or a loop depends on it.
     """
 
@@ -75,26 +75,28 @@ class FrameDependencies:
         self.position = {op: k for k, op in enumerate(frame.ops)}
         self.matmuls = [op for op in frame.ops if op.primitive.matmul]
         self.maker = {v: op for op in frame.ops for v in op.makes}
-        reads = {op: _values_read(op) for op in frame.ops}
-        self.makers = [{maker for v in reads[op] if (maker := self.maker.get(v, op)) is not op} for op in frame.ops]
         self.users: dict[Value, list[Op]] = {}
-        for op, values in reads.items():
-            for v in values:
+        for op in frame.ops:
+            for v in _values_read(op):
                 self.users.setdefault(v, []).append(op)
         self.leads_to_heavy: dict[Op, bool] = {}
         for op in reversed(frame.ops):
             users = [u for v in op.makes for u in self.users.get(v, ()) if u is not op]
             self.leads_to_heavy[op] = any(
-                u.primitive.matmul or u.primitive.family in ("opaque", "kernel") or u.frames or self.leads_to_heavy[u]
+                self.leads_to_heavy[u] or u.primitive.matmul or u.primitive.family in ("opaque", "kernel") or u.frames
                 for u in users
             )
+
+    @cached_property
+    def makers(self) -> list[set[Op]]:
+        """By index, the ops whose results an op reads."""
+        maker, ops = self.maker, self.frame.ops
+        return [{found for v in _values_read(op) if (found := maker.get(v, op)) is not op} for op in ops]
 
 
 def _values_read(op: Op) -> list[Value]:
     """The values that an op reads, with those that its bodies read from outside."""
-    read = [*op.ins]
+    read = op.ins
     for frame in op.frames:
-        for inner in frame.walk():
-            read += inner.ins
-        read += frame.outs()
+        read = [*read, *(v for inner in frame.walk() for v in inner.ins), *frame.outs()]
     return list(dict.fromkeys(v for v in read if v is not None))

@@ -29,6 +29,7 @@ from ..program.ir import Op, Program, Value
 from ..program.names import SubDim
 from ..program.roles import elementwise_flow, new_values, unread_state
 from ..rules import OpRule
+from .factors import contiguous_of_pairs, contiguous_only, nested_factors, permutation_groups
 from .spec import replicated_spec
 
 Names = tuple[str, ...]
@@ -48,7 +49,7 @@ class OpQuery:
       items: (names, size) of every factor, as :func:`layout.claim` takes them.
       groups: the :func:`permutation_groups` of its rule.
       leaders: for every factor, the factor that it is sharded like, by default itself.
-      nested: the :func:`_nested` pairs of its rule.
+      nested: the :func:`nested_factors` pairs of its rule.
       sizes: of every factor.
     """
 
@@ -110,12 +111,12 @@ class Queries:
 
     Attributes:
       groups: the queries, in order.
-      index: (query, scopes of its values) → its index in this order.
+      of_value: for every value, the index of its query.
       of_op: for every op without bodies, the indices of the queries of its results, then the index of the op's own query.
     """
 
     groups: tuple[RuleGroup, ...]
-    index: dict[tuple[Any, tuple[str, ...] | None], int]
+    of_value: dict[Value, int]
     of_op: dict[Op, tuple[int, ...]]
 
 
@@ -176,6 +177,7 @@ class AxisAssignment:
         self.indivisible: dict[Value, tuple[Value, int, int]] = {}
         self.notes: list[str] = []
         self.shard_map_axes = self.tables.shard_map_axes
+        self._specs: dict[Value, Spec] = {}
         self._by_nodes: dict[object, Spec] = {}
         self._item_axes, self._op_axes = self.tables.axes_under(layout.rules, tuple(sizes.items()))
         self._all: tuple[GroupAssignment, ...] | None = None
@@ -204,6 +206,12 @@ class AxisAssignment:
 
     def value_spec(self, value: Value) -> Spec:
         """The stored spec of a value. Arrays without elements are replicated: XLA returns them with the global shape."""
+        spec = self._specs.get(value)
+        if spec is None:
+            spec = self._specs[value] = self._value_spec(value)
+        return spec
+
+    def _value_spec(self, value: Value) -> Spec:
         if 0 in value.shape:
             return replicated_spec(len(value.shape))
         if value.explicit is not None:
@@ -288,8 +296,7 @@ class AxisAssignment:
         """
         names = self.tables.factor_names.get(op)
         if names is None:
-            rule = op.rule
-            assert rule is not None
+            rule = op.factor_rule
             sub_dims_of = self.program.unifier.sub_dims_of
             arrays = tuple(
                 None if v is None else (v.annotation, tuple(map(sub_dims_of, v.nodes))) for v in (*op.ins, *op.outs)
@@ -340,26 +347,24 @@ class AxisAssignment:
         Args:
           cost: axes of the factors → bytes sent, by which conflicts are resolved; None: by the order of the rules.
         """
-        assert op.rule is not None
         query, scopes = self.op_query(op)
         if cost is None:
             return list(self._query_axes(query, scopes))
         axes = self._claimed(query.groups, query.items, scopes)
         axes = self._cheapest(op, query.items, scopes, axes, lambda choice: cost(query.linked(choice)))
-        return contiguous_only(op.rule, query.linked(axes), self.sizes)
+        return contiguous_only(op.factor_rule, query.linked(axes), self.sizes)
 
     def _query_axes(self, query: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The axes of every factor of an op with a query, by the order of the rules."""
         result = self._op_axes.get((query, scopes))
         if result is None:
             axes = query.linked(self._claimed(query.groups, query.items, scopes))
-            result = self._op_axes[query, scopes] = _contiguous_only(query.nested, query.sizes, axes, self.sizes)
+            result = self._op_axes[query, scopes] = contiguous_of_pairs(query.nested, query.sizes, axes, self.sizes)
         return result
 
     def op_query(self, op: Op) -> tuple[OpQuery, tuple[str, ...]]:
         """(query, scopes) of an op with a rule."""
-        rule, given = op.rule, self.factor_names(op)
-        assert rule is not None
+        rule, given = op.factor_rule, self.factor_names(op)
         query = self.tables.op_queries.get((rule, given))
         if query is None:
             query = self.tables.op_queries[rule, given] = self._new_query(rule, given)
@@ -380,7 +385,7 @@ class AxisAssignment:
         )
         groups = tuple(map(frozenset, permutation_groups(rule)))
         leaders = tuple(follows.get(f, f) for f in range(len(items)))
-        return OpQuery(items, groups, leaders, _nested(rule), tuple(rule.sizes))
+        return OpQuery(items, groups, leaders, nested_factors(rule), tuple(rule.sizes))
 
     def _claimed(
         self, groups: Sequence[frozenset[int]], items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
@@ -487,11 +492,7 @@ class AxisAssignment:
         known = self.named_scopes in self.tables.queries  # which a first plan does not need
         if known and not any(group.indivisible for group in self.group_assignments()):
             return []
-        # another one, since this one records values in the order in which they were queried
-        in_order = AxisAssignment(self.program, self.layout, self.sizes)
-        for value in self._all_values():
-            in_order.value_spec(value)
-        return list(in_order.indivisible.values())
+        return self.program.cached(_all_indivisible, self.layout, tuple(self.sizes.items()))
 
     def all_indivisible_optional(self, rules: Collection[Rule]) -> Iterator[tuple[Value, int, Rule]]:
         """Yields the (value, dim) whose sizes these optional rules do not divide, in program order."""
@@ -524,10 +525,11 @@ class AxisAssignment:
             return index.setdefault((query, scopes), len(index))
 
         def add_value(value: Value) -> int:
-            if value.explicit is not None:
-                return add(value.explicit, None)
-            return add(self.value_items(value), self.scopes_of(value))
+            explicit = value.explicit is not None
+            query = (value.explicit, None) if explicit else (self.value_items(value), self.scopes_of(value))
+            return values.setdefault(value, add(*query))
 
+        values: dict[Value, int] = {}
         for value in self.program.inputs:
             add_value(value)
         ops: dict[Op, tuple[int, ...]] = {}
@@ -546,7 +548,7 @@ class AxisAssignment:
                 if items is not None or self.scoped:
                     work = (add(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
             ops[op] = (*outs, *work)
-        return _grouped_by_rules(index, ops)
+        return _grouped_by_rules(index, values, ops)
 
     def rule_text(self, names: Sequence[str], axis: str) -> str | None:
         """The text of the rule, of any scope, that gives an axis to a dim with one of these names; None: no rule does."""
@@ -558,12 +560,14 @@ class AxisAssignment:
 
 
 def _grouped_by_rules(
-    queries: Iterable[tuple[Any, tuple[str, ...] | None]], ops: Mapping[Op, tuple[int, ...]]
+    queries: Iterable[tuple[Any, tuple[str, ...] | None]],
+    values: Mapping[Value, int],
+    ops: Mapping[Op, tuple[int, ...]],
 ) -> Queries:
     """The queries in the order of their rule groups.
 
     Args:
-      queries: (query, scopes of its values), in any order; ops: for each op, indices in that order.
+      queries: (query, scopes of its values), in any order; values, ops: for each value and op, indices in that order.
     """
     groups: dict[tuple[frozenset[str], tuple[str, ...] | None], list[tuple[int, Any]]] = {}
     for k, (query, scopes) in enumerate(queries):
@@ -575,80 +579,9 @@ def _grouped_by_rules(
             RuleGroup(tuple(q for _, q in own), *about, LRUCache(MAX_CACHED_ASSIGNMENTS))
             for about, own in groups.items()
         ),
-        {(q, scopes): new[k] for (_, scopes), own in groups.items() for k, q in own},
+        {value: new[k] for value, k in values.items()},
         {op: tuple(new[k] for k in own) for op, own in ops.items()},
     )
-
-
-def permutation_groups(rule: OpRule) -> list[set[int]]:
-    """The permutation factors of a rule in groups: factors that occur in one array, or are sharded alike, share a group.
-
-    Given a rule for ``[tokens, d] -> [experts, slots, d]`` with permutation factors tokens, experts and slots, returns
-    ``[{tokens}, {experts, slots}]``.
-    """
-    groups: list[set[int]] = []
-    arrays = [{f for dim in dims for f in dim} for dims in (*rule.ins, *rule.outs)]
-    for together in (*arrays, *map(set, rule.sharded_like)):
-        own = {f for f in together if rule.kinds[f] == "permutation"}
-        if own:
-            touched = [g for g in groups if g & own]
-            groups = [g for g in groups if not g & own] + [own.union(*touched)]
-    return groups
-
-
-def _nested(rule: OpRule) -> tuple[tuple[int, int], ...]:
-    """(major, minor) of all adjacent factors of one dim."""
-    return tuple(pair for dims in (*rule.ins, *rule.outs) for factors in dims for pair in itertools.pairwise(factors))
-
-
-def contiguous_only(rule: OpRule, axes: list[tuple[str, ...]], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """The axes without those that would give a device strided parts of a dim instead of one contiguous block.
-
-    A minor factor of a dim may be sharded only if the axes of the next major one shard it fully (to size 1). A factor that loses
-    its axes may be major in another array, so this is repeated until nothing changes.
-
-    Given a dim made of the factors (heads 4, head_dim 8) and axes ``[("x",), ("y",)]`` with x=2, returns ``[("x",), ()]``; with
-    x=4, returns both.
-    """
-    return _contiguous_only(_nested(rule), rule.sizes, axes, sizes)
-
-
-def _contiguous_only(
-    pairs: Sequence[tuple[int, int]], factor_sizes: Sequence[int], axes: list[tuple[str, ...]], sizes: Mapping[str, int]
-) -> list[tuple[str, ...]]:
-    """As :func:`contiguous_only`, given the (major, minor) pairs of factors and the sizes of all factors."""
-    axes = list(axes)
-
-    def is_strided(major: int, minor: int) -> bool:
-        return bool(axes[minor]) and math.prod(sizes[a] for a in axes[major]) != factor_sizes[major]
-
-    while dropped := [minor for major, minor in pairs if is_strided(major, minor)]:
-        for minor in dropped:
-            axes[minor] = ()
-    return axes
-
-
-def spec_from_factors(dims: Sequence[Sequence[int]], axes: Sequence[tuple[str, ...]]) -> Spec:
-    """The spec of an array whose dims are made of these factors: a dim has the axes of its factors, major to minor."""
-    return tuple(tuple(a for f in factors for a in axes[f]) for factors in dims)
-
-
-def axes_of_array(
-    rule: OpRule, dims: Sequence[Sequence[int]], spec: Spec, sizes: Mapping[str, int]
-) -> list[tuple[str, ...]] | None:
-    """The axes of the factors of a rule with which an array, whose dims are made of these factors, has a spec.
-
-    Only the major factor of each dim has axes. None: the axes do not divide it, or it is not passed through, or a device would have
-    strided parts of a dim.
-    """
-    axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
-    for factors, entry in zip(dims, spec, strict=True):
-        if entry:
-            f = factors[0] if factors else None
-            if f is None or rule.kinds[f] != "pass_through" or rule.sizes[f] % math.prod(sizes[a] for a in entry):
-                return None
-            axes[f] = entry
-    return axes if contiguous_only(rule, axes, sizes) == axes and spec_from_factors(dims, axes) == spec else None
 
 
 def _shard_map_axes(program: Program) -> dict[int, tuple[str, ...]]:
@@ -687,3 +620,13 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
         for value in flow.spread(of_scope, stored, through=opt):
             found.setdefault(value, set()).add(scope)
     return {i: tuple(sorted(s)) for i, s in found.items()}
+
+
+def _all_indivisible(
+    program: Program, layout: Layout, sizes: tuple[tuple[str, int], ...]
+) -> list[tuple[Value, int, int]]:
+    """:meth:`AxisAssignment.all_indivisible`, by an assignment that is queried in program order."""
+    in_order = AxisAssignment(program, layout, dict(sizes))
+    for value in in_order._all_values():
+        in_order.value_spec(value)
+    return list(in_order.indivisible.values())

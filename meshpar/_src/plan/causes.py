@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..dims import format_dims
 from ..layout import Spec
 from ..program.ir import Op, Value
-from ..rules.rule import REDUCTIONS
+from ..rules.rule import ADDED, REDUCTIONS
 from .assignment import AxisAssignment, Names
 from .spec import format_axes
 
@@ -15,13 +15,20 @@ FactorAxes = Sequence[tuple[str, ...]]
 """The axes that split each factor of an op; empty for an op without a factor rule."""
 
 
-PUBLIC_NAMES = {"rename_dims": "mp.rename", "name_dims": "mp.named"}
-"""Primitives of meshpar → the functions that users call."""
+NAMES = {
+    "rename_dims": "mp.rename",
+    "name_dims": "mp.named",
+    "dot_general": "the matmul",
+    "conv_general_dilated": "the convolution",
+    "gather": "the lookup",
+    "reduce_sum": "the sum",
+}
+"""Primitives → how causes call them, where that is not the name of the primitive: a function of meshpar, or plain words."""
 
 
-def _name(op: Op) -> str:
-    """How causes call an op: its kernel, the function that a user called, or its primitive."""
-    return op.label if op.primitive.family == "kernel" else PUBLIC_NAMES.get(op.name, op.name)
+def name_of(op: Op) -> str:
+    """How causes and hints call an op: its kernel, the function that a user called, plain words, or its primitive."""
+    return op.label if op.primitive.family == "kernel" else NAMES.get(op.name, op.name)
 
 
 def _is_indexed(op: Op, value: Value, i: int) -> bool:
@@ -31,6 +38,11 @@ def _is_indexed(op: Op, value: Value, i: int) -> bool:
         return False
     dims = (op.rule.ins[k] for k in operands)  # none of an operand that every device needs all of
     return any(op.rule.kinds[f] == "indexed" for own in dims if own for f in own[i])
+
+
+def _lost(have: Spec, need: Spec) -> list[tuple[int, str]]:
+    """(dim, axis) for the axes that a spec has on a dim, and another one has not."""
+    return [(i, a) for i, (before, after) in enumerate(zip(have, need, strict=True)) for a in before if a not in after]
 
 
 class Causes:
@@ -49,60 +61,62 @@ class Causes:
 
     def scattered(self, op: Op, factor_axes: FactorAxes, value: Value, i: int, axes: tuple[str, ...]) -> str:
         """Why a result is reduce-scattered over axes along dim i."""
-        over = format_axes(axes)
-        return f"{self.contracted(op, factor_axes, axes)}; the result is split over {over} on `{self.dim(value, i)}`"
+        return f"{self._partial(op, factor_axes, axes)}, and each device keeps its part of `{self.dim(value, i)}`"
 
     def all_reduced(self, op: Op, factor_axes: FactorAxes, axes: tuple[str, ...]) -> str:
         """Why a result is all-reduced over axes."""
-        return f"{self.contracted(op, factor_axes, axes)}; no dim of the result is split over {format_axes(axes)}"
+        return f"{self._partial(op, factor_axes, axes)} on every device"
 
-    def contracted(self, op: Op, factor_axes: FactorAxes, axes: Sequence[str]) -> str:
-        """Why a result is partial over axes: the rules that split the factors that an op contracts."""
-        reasons: dict[str, dict[str, None]] = {"contracts": {}, "reduces": {}, "indexes": {}}
-        names = self.factor_names(op)
-        for f, split_over in enumerate(factor_axes):
+    def _partial(self, op: Op, factor_axes: FactorAxes, axes: Sequence[str]) -> str:
+        """Why a result is partial over axes, by the rules that split the factors that an op contracts, and what follows."""
+        reasons: dict[str, None] = {}
+        kinds = set[str]()
+        for f, (names, split_over) in enumerate(zip(self.factor_names(op), factor_axes, strict=False)):
             shared = [a for a in split_over if a in axes]
-            if shared and op.rule is not None and op.rule.kinds[f] in (*REDUCTIONS, "pass_through", "permutation"):
-                rule = self.assignment.rule_text(names[f], shared[0])
-                dim = names[f][0] if names[f] else "a factor"
-                does = "reduces" if op.primitive.family == "reduction" else "contracts"
-                does = "indexes" if op.rule.kinds[f] == "indexed" else does
-                reasons[does][f"`{rule or format_axes(shared)}` splits `{dim}`"] = None
-        clauses = [f"{' and '.join(rules)}, which {_name(op)} {does}" for does, rules in reasons.items() if rules]
-        return ", and ".join(clauses) or f"each device has partial sums over {format_axes(axes)}"
+            kind = "" if op.rule is None else op.rule.kinds[f]
+            if shared and kind in (*REDUCTIONS, "pass_through", "permutation"):
+                rule = self.assignment.rule_text(names, shared[0])
+                dim = f"`{names[0]}`" if names else "a dim"
+                reasons[f"{f'`{rule}`' if rule else format_axes(shared)} splits {dim}"] = None
+                kinds.add(kind)
+        if kinds == {"indexed"}:
+            has, then = "only the rows of its own part", "the rows are added up"
+        elif kinds & REDUCTIONS - ADDED:
+            has, then = "only the result of its own part", "the results are combined"
+        else:
+            has, then = "only a part of the sum", "the parts are added up"
+        why = f"({', '.join(reasons)})" if reasons else f"over {format_axes(axes)}"
+        return f"each device has {has} {why}, so {then}"
 
     def resharded(self, op: Op, factor_axes: FactorAxes, value: Value, have: Spec, need: Spec) -> str:
-        """The cause of a reshard of an operand, as a clause: why ``op`` needs ``value`` in the spec ``need`` rather
-        than ``have``."""
-        names, name = self.factor_names(op), _name(op)
+        """The cause of a reshard of an operand: why ``op`` needs ``value`` in the spec ``need`` rather than ``have``."""
+        names, name = self.factor_names(op), name_of(op)
         reasons = []
-        for i, (before, after) in enumerate(zip(have, need, strict=True)):
-            for a in before:
-                if a in after:
-                    continue
-                dim = self.dim(value, i)
-                dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
-                rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
-                owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
-                owner = next(owners, None) or self._owner(op, dim_names, a)
-                other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
-                so = f"so `{dim}` is gathered" if other is None else f"so `{a}` moves from `{dim}` to `{other}`"
-                if owner == dim:
-                    reasons.append(f"another `{dim}` of this {name} is split over `{a}`, {so}")
-                elif owner is not None:
-                    reasons.append(f"`{rule}` does not apply to this {name}, in which `{owner}` uses `{a}`, {so}")
-                elif other is not None:
-                    reasons.append(f"this {name} needs `{a}` on `{other}` instead of `{dim}`")
-                elif op.rule is not None and not op.rule.known:
-                    reasons.append(f"{name} has no factor rule, {so}")
-                elif _is_indexed(op, value, i):
-                    reasons.append(
-                        f"`{rule}` splits `{dim}`, which {name} indexes; gathering `{dim}` once for all reads sends less than "
-                        "combining the rows of each read"
-                    )
-                else:
-                    reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits")
-        return "; ".join(dict.fromkeys(reasons)) or f"this {name} needs the axes of an operand in another order"
+        for i, a in _lost(have, need):
+            dim = self.dim(value, i)
+            dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
+            rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
+            owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
+            owner = next(owners, None) or self._owner(op, dim_names, a)
+            other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
+            part = f"the parts of `{dim}` over `{a}`" if need[i] else f"all of `{dim}`"
+            fetches = f"each device first fetches {part}, which `{rule}` splits"
+            so = fetches if other is None else f"`{a}` moves to `{other}` from `{dim}` (`{rule}`)"
+            if owner == dim:
+                reasons.append(f"another `{dim}` already takes `{a}`, so {so}")
+            elif owner is not None:
+                reasons.append(f"`{owner}` already takes `{a}`, so {so}")
+            elif other is not None:
+                reasons.append(f"{name} needs `{a}` on `{other}`, so {so}")
+            elif op.rule is not None and not op.rule.known:
+                reasons.append(f"{name} has no factor rule, so {so}")
+            elif _is_indexed(op, value, i):
+                reasons.append(
+                    f"{name} reads rows of `{dim}` several times, so {so}: adding up the rows of each read sends more"
+                )
+            else:
+                reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits, so each device fetches it first")
+        return "; ".join(dict.fromkeys(reasons)) or f"{name} needs the axes of an operand in another order"
 
     def _owner(self, op: Op, dim_names: Sequence[str], axis: str) -> str | None:
         """The dim of an elementwise op's result that has the axis by a rule, in place of a dim with the names ``dim_names``."""
@@ -118,30 +132,30 @@ class Causes:
     def stored(self, op: Op | None, value: Value, have: Spec, need: Spec) -> str:
         """Why the result ``value`` of an op is resharded: how the layout stores it, ``need``, and how it is computed,
         ``have``. Without an op it is a result of the program."""
-        what = f"the result {value.path}" if op is None else f"this result of {_name(op)}"
+        makes = f"the result {value.path} is computed" if op is None else f"{name_of(op)} makes its result"
         on = {a: self.dim(value, i) for i, entry in enumerate(need) for a in entry}
-        changes = []
-        for i, (before, after) in enumerate(zip(have, need, strict=True)):
-            for a in before:
-                if a not in after:
-                    dim = self.dim(value, i)
-                    changes.append(
-                        f"`{a}` on `{on[a]}` instead of `{dim}`" if a in on else f"`{dim}` not split over `{a}`"
-                    )
-        order = "the axes of a dim in another order"
-        return f"the layout stores {what} with {' and '.join(dict.fromkeys(changes)) or order}"
+        made: dict[str, None] = {}
+        kept: dict[str, None] = {}
+        for i, a in _lost(have, need):
+            dim = self.dim(value, i)
+            made[f"`{a}` on `{dim}`"] = None
+            full = f"`{dim}` not split over `{a}`" if need[i] else f"all of `{dim}`"
+            kept[f"`{a}` on `{on[a]}`" if a in on else full] = None
+        if not made:
+            return f"{makes} with the axes of a dim in another order than the layout stores it"
+        return f"{makes} with {' and '.join(made)}, but the layout stores it with {' and '.join(kept)}"
 
     def local_form(self, op: Op, factor_axes: FactorAxes, axes: tuple[str, ...], why: str) -> str:
         """Why the local form of an op communicates over axes; ``why``: the data that it sends, in a few words."""
         over = format_axes(axes)
         if op.rule is not None and op.rule.given is not None:
-            return f"this {op.label} sends over {over} itself: {why}"
+            return f"{op.label} itself sends over {over}: {why}"
         pairs = zip(self.factor_names(op), factor_axes, strict=False)
         dims = dict.fromkeys(names[0] for names, split_over in pairs if names and set(split_over) & set(axes))
         along = " and ".join(f"`{dim}`" for dim in dims) or "a dim"
         rule = self.assignment.rule_text(list(dims), axes[0]) if len(dims) == 1 else None
         splits = "split" if rule is None and len(axes) > 1 else "splits"
-        return f"{f'`{rule}`' if rule else over} {splits} {along}, along which {op.label} communicates: {why}"
+        return f"{f'`{rule}`' if rule else over} {splits} {along}, and {name_of(op)} works along it: {why}"
 
     def sent_dims(self, op: Op, shape: Sequence[int]) -> str:
         """The names of the dims of the array that the local form of an op sends: the dims of its first operand of

@@ -10,9 +10,10 @@ from typing import cast
 from ...errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
+from ..iterables import grouped
 from ..layout import SCHEMES, Layout, divisibility_error
+from ..program.guessed_names import inferred_names
 from ..program.ir import Join, Op, Program, Value
-from ..program.naming import inferred_names
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
 
@@ -195,9 +196,7 @@ def dims_template(program: Program, arrays: Sequence[Value], any_root: bool = Fa
         initializer.
     """
     roots = {(v.path or "").partition("/")[0] for v in program.inputs}
-    groups: dict[str, list[Value]] = {}
-    for value in arrays:
-        groups.setdefault(re.sub(r"(?<=[/_])\d+(?=/|$)", "*", value.path or ""), []).append(value)
+    groups = grouped((re.sub(r"(?<=[/_])\d+(?=/|$)", "*", value.path or ""), value) for value in arrays)
     entries = []
     for general, values in groups.items():
         alike = len({(v.shape, tuple(program.dims(v))) for v in values}) == 1
@@ -343,10 +342,7 @@ def check_manual_axes(op: Op, sizes: Mapping[str, int]) -> None:
                 f"this shard_map runs over axis `{axis}`, which the mesh does not have",
                 axis=axis,
                 source=op.location,
-                fixes=[
-                    *did_you_mean(axis, sizes, "axes"),
-                    f"plan on a mesh with `{axis}={mesh.shape[axis]}`",
-                ],
+                fixes=[*did_you_mean(axis, sizes, "axes"), f"plan on a mesh with `{axis}={mesh.shape[axis]}`"],
             )
         if mesh.shape[axis] != sizes[axis]:
             raise MeshError(

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..compat.jax import literal_array
+from ..iterables import operands_first
 from ..layout import Spec
 from ..program.ir import Program, Value
 from ..units import format_memory
-from .assignment import axes_of_array, spec_from_factors
 from .body_builder import BodyBuilder
 from .decide import broadcast_spec
+from .factors import axes_of_array, spec_from_factors
 from .memo import Interned
 from .resharding import reshard
 from .spec import replicated_spec, value_bytes
@@ -30,18 +31,10 @@ class ConstantMaker:
 
     def part(self, value: Value, spec: Spec, body: BodyBuilder) -> Shard:
         """The part of an input-independent value that a spec asks for, made once for each body."""
-        # not recursive: a chain of constants may be longer than Python's stack
-        copies, todo = body.copies, [(value, spec)]
-        while todo:
-            if todo[-1] in copies:
-                todo.pop()
-                continue
-            needs, axes = inputs_for(*todo[-1], self.sizes)
-            missing = [need for need in needs if need not in copies]
-            if missing:
-                todo += missing
-            else:
-                self._make(*todo.pop(), [copies[need] for need in needs], axes, body)
+        copies = body.copies
+        for part in operands_first((value, spec), lambda part: inputs_for(*part, self.sizes)[0], copies):
+            needs, axes = inputs_for(*part, self.sizes)
+            self._make(*part, [copies[need] for need in needs], axes, body)
         return copies[value, spec]
 
     def _make(self, value: Value, spec: Spec, sources: list[Shard], axes: Axes | None, body: BodyBuilder) -> None:

@@ -195,7 +195,7 @@ class ControlFlow:
             carried = [emitter.placements[w].made for w in inner_carries]
             partial = {
                 k
-                for k, value in enumerate(_outputs(frame))
+                for k, value in enumerate(frame.outs())
                 if value is not None
                 and value not in emitter.constants
                 and current[value].partial
@@ -389,9 +389,9 @@ class ControlFlow:
             ):
                 continue
             positions.add(k)
-            add, addend, sums = found
-            self.outer.update(sums[:-1])
-            self.accumulations[add] = Accumulation(sums, addend, add, first)
+            add, addend, chain = found
+            self.outer.update(chain[:-1])
+            self.accumulations[add] = Accumulation(chain, addend, add, first)
             # the addend is computed from these values by ops that partial values may pass
             for value, stacked in addends(self.facts.program, addend):
                 self.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)
@@ -416,7 +416,7 @@ def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Valu
     Several scans of the body may add to it, one after another; the result is about the first one. The others start from a partial
     sum, as a scan after a scan does.
     """
-    outs, uses = _outputs(frame), dict[Value, int]()
+    outs, uses = frame.outs(), dict[Value, int]()
     for v in (*(v for o in frame.ops for v in o.ins), *outs):
         if v is not None:
             uses[v] = uses.get(v, 0) + 1
@@ -447,8 +447,3 @@ def _addition(frame: Frame, k: int, carry: Value) -> tuple[Op, Value, tuple[Valu
     if addend is None or addend is carry or addend.shape != carry.shape[len(carry.shape) - rank :]:
         return None
     return op, addend, (carry,)
-
-
-def _outputs(frame: Frame) -> list[Value | None]:
-    """The outputs of a body; None: a literal."""
-    return [None if isinstance(v, Literal) else frame.env[v] for v in frame.jaxpr.outvars]

@@ -16,8 +16,9 @@ from ..records import record
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind, OpRule
-from .assignment import AxisAssignment, axes_of_array, contiguous_only, spec_from_factors
+from .assignment import AxisAssignment
 from .checks import check_manual_axes
+from .factors import axes_of_array, contiguous_only, spec_from_factors
 from .partial import applicable_law
 from .reshape import reshape_axes
 from .spec import replicated_spec, shard_count

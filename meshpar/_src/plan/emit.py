@@ -180,16 +180,19 @@ class Emitter:
             return
         if decision.axes is not None:
             self.factor_axes[op] = decision.axes
-        current = self.current
-        needs = [
-            (i, v, s) for i, (v, s) in enumerate(zip(op.ins, decision.operands, strict=True)) if v and s is not None
-        ]
-        if sum(v not in self.constants and current[v].spec != spec for _, v, spec in needs) > 1:
-            # shorter chains first: a longer one may end in a copy that a shorter one has made
-            needs.sort(key=lambda need: _recomputable_depth(need[1]))
+        current, constants = self.current, self.constants
         operands: list[Shard | None] = [None] * len(op.ins)
-        for i, value, spec in needs:
-            operands[i] = self.operand(op, value, spec)
+        moved = []
+        for i, (value, need) in enumerate(zip(op.ins, decision.operands, strict=True)):
+            if value is not None and need is not None:
+                operands[i] = source = current[value]
+                if value in constants or source.spec != need:
+                    moved.append((i, value, need))
+        if len(moved) > 1 and sum(v not in constants for _, v, _ in moved) > 1:
+            # shorter chains first: a longer one may end in a copy that a shorter one has made
+            moved.sort(key=lambda need: _recomputable_depth(need[1]))
+        for i, value, need in moved:
+            operands[i] = self.operand(op, value, need)
         step, placements = self._run(op, decision, tuple(operands))
         if decision.sends:
             axes = decision.axes or ()
@@ -219,13 +222,15 @@ class Emitter:
         self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]
     ) -> tuple[Run, tuple[Placement, ...]]:
         """(the step that runs an op as decided, the placements of its results)."""
-        key = (op, decision, operands)
-        run = self.interned.runs.get(key)
+        runs, key = self.interned.runs, (op, decision, operands)
+        run = None if runs is None else runs.get(key)
         if run is None:
             pairs = zip(op.outs, decision.results, strict=True)
             results = tuple(self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs)
-            step = self.interned.run(op, operands, results, decision.axes)
-            run = self.interned.runs[key] = step, tuple(Placement(shard, shard) for shard in results)
+            make = Run if runs is None else self.interned.run
+            run = make(op, operands, results, decision.axes), tuple(Placement(shard, shard) for shard in results)
+            if runs is not None:
+                runs[key] = run
         return run
 
     def inherit(self, value: Value, source: Value | None) -> None:

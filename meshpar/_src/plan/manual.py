@@ -35,10 +35,8 @@ class ManualOps:
         if run is None or run.axes is None or run.op.rule is None:
             return False
         op, rule = run.op, run.op.rule
-        if (
-            op.primitive.family == "opaque" and self.order
-        ):  # XLA cannot partition a TPU kernel, even one with replicated operands
-            return True
+        if op.primitive.family == "opaque" and self.order:
+            return True  # XLA cannot partition a TPU kernel, even one with replicated operands
         manual = op.primitive.manual
         if manual is not None and manual(SplitOp(op.eqn, rule, run.axes, any(map(self._is_mixed, run.results)))):
             return True

@@ -38,12 +38,14 @@ class Interned:
 
     Attributes:
       table: by the attributes that make them.
-      runs: the steps that run ops, and the placements of their results, by op, decision and operands.
+      runs: the steps that run ops, and the placements of their results, by op, decision and operands; None: of a program that is
+        planned once.
     """
 
-    def __init__(self):
+    def __init__(self, planned_once: bool = False):
         self.table: dict[Hashable, Any] = {}
-        self.runs: dict[tuple[Op, OpDecision, tuple[Shard | None, ...]], tuple[Run, tuple[Placement, ...]]] = {}
+        self.runs: dict[tuple[Op, OpDecision, tuple[Shard | None, ...]], tuple[Run, tuple[Placement, ...]]] | None
+        self.runs = None if planned_once else {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """The object with a key; ``make`` makes it when it is asked for first."""

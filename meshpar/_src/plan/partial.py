@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
 from ..compat.loops import loop_parts
+from ..iterables import grouped
 from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
 from ..program.scalars import constant_of
@@ -45,20 +44,10 @@ def applicable_law(
 def readers_of(program: Program) -> dict[Value, list[Op | None]]:
     """value → the ops that read it, as often as they do; None: a result of the program or of a body. Calls do not count, the ops of
     their bodies do."""
-    readers: dict[Value, list[Op | None]] = {}
-    frames = [program.root]
-    for op in program.root.walk():
-        if op.frames and not op.primitive.control_flow:
-            continue
-        frames += op.frames
-        for v in op.ins:
-            if v is not None:
-                readers.setdefault(v, []).append(op)
-    for frame in frames:
-        for var in frame.jaxpr.outvars:
-            if not isinstance(var, Literal):
-                readers.setdefault(frame.env[var], []).append(None)
-    return readers
+    ops = [op for op in program.root.walk() if not op.frames or op.primitive.control_flow]
+    frames = [program.root, *(frame for op in ops for frame in op.frames)]
+    reads = [*((v, op) for op in ops for v in op.ins), *((v, None) for frame in frames for v in frame.outs())]
+    return grouped((v, op) for v, op in reads if v is not None)
 
 
 def deferrable(program: Program) -> frozenset[Value]:
@@ -90,9 +79,9 @@ def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:
         yield value, stacked
         if op.primitive.family == "scan":
             k = op.outs.index(value)
-            var = op.frames[0].jaxpr.outvars[k]
-            if k >= len(loop_parts(op.eqn).carries) and not isinstance(var, Literal):
-                todo.append((op.frames[0].env[var], stacked or op.eqn.params["length"] > 1))
+            inner = op.frames[0].outs()[k]
+            if k >= len(loop_parts(op.eqn).carries) and inner is not None:
+                todo.append((inner, stacked or op.eqn.params["length"] > 1))
             continue
         arrays = [i for i, v in enumerate(op.ins) if v is not None and (op.rule is not None or v.shape == value.shape)]
         for positions in (arrays, *([i] for i in arrays)) if arrays and len(op.outs) == 1 else ():

@@ -19,6 +19,7 @@ from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout, Rule, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import Pipeline
+from ..records import record
 from .collectives import Collective, dcn_bytes_sent
 from .request import PlanRequest
 from .spec import value_bytes
@@ -69,7 +70,7 @@ class ShardedArray:
                 "spec": spec, "bytes": self.bytes, "kind": self.kind, "on_host": self.on_host}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Placement:
     """The shardings of a value: ``made`` by the step of its op, maybe partial, and ``stored``, which later steps read."""
 
@@ -284,8 +285,12 @@ class Plan:
 
     def rule_of(self, collective: Collective) -> Rule | None:
         """The first rule of the layout that the cause of a collective names; None: it names none."""
-        at = {rule: collective.cause.find(f"`{rule}`") for rule in self.layout.rules}
+        at = {rule: collective.cause.find(text) for rule, text in self._rule_texts.items()}
         return min((r for r, n in at.items() if n >= 0), key=at.__getitem__, default=None)
+
+    @cached_property
+    def _rule_texts(self) -> dict[Rule, str]:
+        return {rule: f"`{rule}`" for rule in self.layout.rules}
 
     def scope_name(self, collective: Collective) -> str:
         """The name scope of a collective in the compiled program and in profiles: ``all-gather embed mlp | embed: data``. It has

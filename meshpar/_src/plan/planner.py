@@ -58,7 +58,7 @@ def planned(program: Program, request: PlanRequest, rank: Rank, max_seconds: flo
 def best(variants: Sequence[Variant], request: PlanRequest, rank: Rank, max_seconds: float) -> Plan:
     """The plan of the smallest rank, of equal ones the plan of a variant without rewritten slices.
 
-    Where the chip is known, a variant is planned until its collectives take longer than those of the one with rewritten slices.
+    Where the chip is known, a variant is planned until its collectives take longer than the variant's with rewritten slices.
 
     Raises:
       TooLong: the collectives of all take longer than ``max_seconds``.
@@ -156,7 +156,7 @@ class _Planner:
             self.torus = of_mesh.tori[topology]
             algorithms = of_mesh.algorithms.setdefault((topology, self.chip), {})
         records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, max_seconds)
-        interned = shared.interned if cached else Interned()
+        interned = shared.interned if cached else Interned(planned_once=True)
         self.emitter = Emitter(assignment, interned, records)
         accumulated: dict[Value, bool] = {}
         self.deferred: set[Value] = set()
@@ -256,21 +256,21 @@ class _Planner:
         decision depends on the op itself.
         """
         emitter, assignment, rule = self.emitter, self.assignment, op.rule
-        current, constants = emitter.current, emitter.constants
-        if any(v is not None and current[v].partial for v in op.ins):
-            return None
+        current, constants, loops = emitter.current, emitter.constants, emitter.loop_consts
+        operands: list[Any] = []
+        for v in op.ins:
+            if v is not None and current[v].partial:
+                return None
+            operands.append(v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)))
         stored = tuple(map(assignment.value_spec, op.outs))
         if rule is None:
-            if op.primitive.family in ("identity", "barrier") or all(v is None or v in constants for v in op.ins):
+            if op.primitive.family in ("identity", "barrier") or all(x is None or x[1] for x in operands):
                 return None
             shapes = tuple(None if v is None else v.shape for v in op.ins)
             return assignment.elementwise_spec(op, op.outs[0]), op.outs[0].shape, shapes, stored
         if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects or self.layout.resolve == "cost":
             return None
-        operands = tuple(
-            None if v is None else (current[v].spec, v in constants, emitter.iterations(v)) for v in op.ins
-        )
-        return rule, tuple(assignment.factor_axes(op)), operands, stored
+        return rule, tuple(assignment.factor_axes(op)), tuple(operands), stored
 
     def output(self, var: Var | Literal, value: Value) -> Shard:
         """A result of the program in its stored spec."""

@@ -32,6 +32,7 @@ class PlanRequest:
       compiler_options: the user's own compiler options.
       calibrations: measured efficiencies of devices, among them the plan's.
       tokens: of a step that generates one token of each sequence, the dim of the sequences; None: another step.
+      name: of the model, in the titles of reports; "": the name of the function.
     """
 
     layout: Layout
@@ -48,3 +49,4 @@ class PlanRequest:
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     calibrations: Calibrations = ()
     tokens: str | None = None
+    name: str = ""

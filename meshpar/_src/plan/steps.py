@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
+from jax.extend.core import JaxprEqn
+
+from meshpar_kernels.collective_matmul import Dot, FusedGather, FusedScatter
 
 from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
+from ..iterables import operands_first
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..records import record
@@ -212,6 +215,14 @@ class RingDot:
     side: int
     other: Shard | None
     result: Shard
+
+
+def dot_of(eqn: JaxprEqn, side: int) -> Dot:
+    """A ``dot_general`` whose operand ``side`` is gathered, as :mod:`meshpar_kernels` describes it."""
+    p = eqn.params
+    (lc, rc), (lb, rb) = p["dimension_numbers"]
+    numbers = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
+    return Dot(numbers, side, p["precision"], p["preferred_element_type"])
 
 
 @record
@@ -523,41 +534,25 @@ def topological_order(
         for shard in step.makes:
             maker.setdefault(shard, step)
     missing = set(maker)  # shards of steps that are not placed yet
-    out: list[Step] = []
-    done: set[Step] = set()
+    placed: dict[Step, None] = {}
 
-    def place(first: Step) -> None:
-        """Append a step to ``out`` after the steps whose results it reads, directly or through others."""
-        # not recursive: a chain of steps may be longer than Python's stack
-        todo: list[tuple[Step, Iterator[Shard]]] = [(first, iter(first.reads))]
-        done.add(first)
-        while todo:
-            step, reads = todo[-1]
-            for shard in reads:
-                needed = maker.get(shard)
-                if needed is not None and needed not in done:
-                    done.add(needed)
-                    todo.append((needed, iter(needed.reads)))
-                    break
-            else:
-                out.append(step)
-                missing.difference_update(step.makes)
-                todo.pop()
+    def read_by(step: Step) -> list[Step]:
+        """The steps whose results a step reads."""
+        return [maker[shard] for shard in step.reads if shard in maker]
+
+    def place(ordered: Iterable[Step]) -> None:
+        """Place steps after the others."""
+        for step in ordered:
+            placed[step] = None
+            missing.difference_update(step.makes)
 
     for step in steps:
-        if step in done or deferred(step):
-            continue
-        if missing.isdisjoint(step.reads):
-            done.add(step)
-            out.append(step)
-            missing.difference_update(step.makes)
-        else:
-            place(step)
+        if step not in placed and not deferred(step):
+            place([step] if missing.isdisjoint(step.reads) else operands_first(step, read_by, placed))
     for shard in outputs:
-        needed = None if shard is None else maker.get(shard)
-        if needed is not None and needed not in done:
-            place(needed)
-    return tuple(out)
+        if shard in maker:
+            place(operands_first(maker[shard], read_by, placed))
+    return tuple(placed)
 
 
 def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:

@@ -40,9 +40,7 @@ class _Printer:
         yield f"return {self.list(body.outputs)}"
 
     def name(self, shard: Shard) -> str:
-        if shard not in self.names:
-            self.names[shard] = f"%{len(self.names)}"
-        return self.names[shard]
+        return self.names.setdefault(shard, f"%{len(self.names)}")
 
     def list(self, shards: tuple[Shard | None, ...]) -> str:
         return ", ".join("_" if s is None else self.name(s) for s in shards)

@@ -11,8 +11,8 @@ from ..layout import Spec
 from ..program.ir import Op, Value
 from ..rules.rule import Kind
 from ..rules.spmd import Send
-from .assignment import contiguous_only, spec_from_factors
 from .collectives import split_reduction
+from .factors import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes
 from .spec import itemsize, local_shape, replicated_spec, shard_count, value_bytes
 
@@ -25,8 +25,7 @@ SendOver = tuple[Send, tuple[str, ...]]
 
 def needed_specs(op: Op, axes: Sequence[tuple[str, ...]]) -> list[Spec | None]:
     """The spec in which an op needs each operand if ``axes`` split its factors; None for a literal."""
-    rule = op.rule
-    assert rule is not None
+    rule = op.factor_rule
     return [
         None if v is None else spec_from_factors(dims, axes) if dims else replicated_spec(len(v.shape))
         for v, dims in zip(op.ins, rule.ins, strict=True)
@@ -38,8 +37,7 @@ def partial_axes(op: Op, axes: Axes, sizes: Mapping[str, int]) -> tuple[list[tup
 
     A matmul whose contracted factor is split over ``model`` has the result ``([("model",)], "sum")``.
     """
-    rule = op.rule
-    assert rule is not None
+    rule = op.factor_rule
     order = list(sizes)
     kind: Kind = "sum"
     partial = []
@@ -76,8 +74,7 @@ def reduction_bytes(
 def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Mapping[str, int]) -> list[SendOver]:
     """The collectives that the local form of an op makes, for operands in the specs ``needs``; ``axes`` split each
     factor of its rule."""
-    rule = op.rule
-    assert rule is not None
+    rule = op.factor_rule
     exchanges = any(got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True))
     if rule.given is None and not exchanges:
         return []
@@ -110,8 +107,7 @@ def op_bytes(
       specs: of the operands before the op; None: a literal.
       stored: the specs in which the results are stored.
     """
-    rule = op.rule
-    assert rule is not None
+    rule = op.factor_rule
     axes = contiguous_only(rule, axes, sizes)
     needs = [None if v is None or not d else spec_from_factors(d, axes) for v, d in zip(op.ins, rule.ins, strict=True)]
     total = sum(

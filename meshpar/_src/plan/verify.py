@@ -44,12 +44,6 @@ def _verify_program(program: Program) -> None:
             assert makers.setdefault(v, v.op) is v.op is not None, f"{op.name} at {op.location} makes {v} a second time"
 
 
-def _wrong(step: Step, fault: str) -> str:
-    """The text of an error: a step, by its op and line, and the fault."""
-    of = "a result" if step.op is None else f"{step.op.label} at {step.op.location}"
-    return f"{type(step).__name__} of {of}: {fault}"
-
-
 def _verify_body(body: Body, outside: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
     """Check that each step of a body reads shards that exist where it runs, and that each shard is made once.
 
@@ -65,27 +59,35 @@ def _verify_body(body: Body, outside: set[Shard], made: set[Shard], sizes: Mappi
 
 
 def _verify_steps(body: Body, seen: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
-    """``seen``: the available shards, to which the results of the steps are added."""
+    """``seen``: the available shards, to which the results of the steps are added. An error names the step, by its op and line."""
     for step in body.steps:
-        if isinstance(step, Call):
-            _verify_steps(step.body, seen, made, sizes)
-            assert not step.body.inputs, _wrong(step, "its body has inputs of its own")
-            continue
-        unknown = set(step.reads) - seen
-        assert not unknown, _wrong(step, f"reads shards that no step before makes: {unknown}")
-        _CHECKS.get(type(step), lambda *_: None)(step, sizes)
-        inputs = {s for inner in step.bodies for s in inner.inputs}  # one for both bodies of a while
-        assert not made & inputs, _wrong(step, f"inputs of its bodies are made a second time: {made & inputs}")
-        made |= inputs
-        for inner in step.bodies:  # of outer shards they read those that the step lists
-            assert isinstance(step, Loop | Branch)
-            allowed = (*step.consts, *step.hoisted) if isinstance(step, Loop) else step.operands
-            unknown = set(inner.free).difference(allowed)
-            assert not unknown, _wrong(step, f"its bodies read shards that it does not list: {unknown}")
-            _verify_body(inner, seen, made, sizes)
-        assert made.isdisjoint(step.makes), _wrong(step, f"makes shards a second time: {made.intersection(step.makes)}")
-        made.update(step.makes)
-        seen.update(step.makes)
+        try:
+            _verify_step(step, seen, made, sizes)
+        except AssertionError as fault:
+            of = "a result" if step.op is None else f"{step.op.label} at {step.op.location}"
+            raise AssertionError(f"{type(step).__name__} of {of}: {fault}") from None
+
+
+def _verify_step(step: Step, seen: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
+    if isinstance(step, Call):
+        _verify_steps(step.body, seen, made, sizes)
+        assert not step.body.inputs, "its body has inputs of its own"
+        return
+    unknown = set(step.reads) - seen
+    assert not unknown, f"reads shards that no step before makes: {unknown}"
+    _CHECKS.get(type(step), lambda *_: None)(step, sizes)
+    inputs = {s for inner in step.bodies for s in inner.inputs}  # one for both bodies of a while
+    assert not made & inputs, f"inputs of its bodies are made a second time: {made & inputs}"
+    made |= inputs
+    for inner in step.bodies:  # of outer shards they read those that the step lists
+        assert isinstance(step, Loop | Branch)
+        allowed = (*step.consts, *step.hoisted) if isinstance(step, Loop) else step.operands
+        unknown = set(inner.free).difference(allowed)
+        assert not unknown, f"its bodies read shards that it does not list: {unknown}"
+        _verify_body(inner, seen, made, sizes)
+    assert made.isdisjoint(step.makes), f"makes shards a second time: {made.intersection(step.makes)}"
+    made.update(step.makes)
+    seen.update(step.makes)
 
 
 def _same_axes(a: Spec, b: Spec, sizes: Mapping[str, int]) -> bool:
@@ -100,31 +102,28 @@ def _is_placed_as(a: Shard, b: Shard) -> bool:
 def _check_path(step: Reshard | Reduce, spec: Spec, sizes: Mapping[str, int]) -> None:
     """The moves of a step lead from a spec to its result."""
     for move in step.path:
-        assert _same_axes(spec, move.before, sizes), _wrong(step, f"{move} follows the spec {spec}")
+        assert _same_axes(spec, move.before, sizes), f"{move} follows the spec {spec}"
         spec = move.after
-    end = step.result.spec
-    assert _same_axes(spec, end, sizes), _wrong(step, f"ends in the spec {spec}, its result has {end}")
+    assert _same_axes(spec, step.result.spec, sizes), f"ends in the spec {spec}, its result has {step.result.spec}"
 
 
 def _check_reshard(step: Reshard, sizes: Mapping[str, int]) -> None:
     source, result = step.source, step.result
     _check_path(step, source.spec, sizes)
-    same = source.value.shape == result.value.shape
-    assert same, _wrong(step, f"changes the shape of {source.value} to {result.value}")
-    same = set(source.partial) == set(result.partial)
-    assert same, _wrong(step, f"partial over {source.partial}, then {result.partial}")
+    assert source.value.shape == result.value.shape, f"changes the shape of {source.value} to {result.value}"
+    assert set(source.partial) == set(result.partial), f"partial over {source.partial}, then {result.partial}"
     if step.ring is None:
         moves = [m.op for m in step.path if m.op != "slice"] if 0 not in source.value.shape else []
         sent = [c.op for c in step.collectives]
-        assert sent == moves, _wrong(step, f"its moves are {moves}, its collectives {sent}")
+        assert sent == moves, f"its moves are {moves}, its collectives {sent}"
 
 
 def _check_reduce(step: Reduce, sizes: Mapping[str, int]) -> None:
     partial = set(step.source.partial)
-    assert partial, _wrong(step, "its operand is not partial")
-    assert not step.result.partial, _wrong(step, f"its result is partial over {step.result.partial}")
+    assert partial, "its operand is not partial"
+    assert not step.result.partial, f"its result is partial over {step.result.partial}"
     over = {*step.over, *(a for s in step.scatters for a in s.axes)}
-    assert over == partial, _wrong(step, f"reduces over {over}, its operand is partial over {partial}")
+    assert over == partial, f"reduces over {over}, its operand is partial over {partial}"
     _check_path(step, step.scattered, sizes)
 
 
@@ -134,37 +133,34 @@ def _check_run(step: Run, _sizes: Mapping[str, int]) -> None:
         # the shard of a body's operand is of the value outside of the body, so shapes and dtypes are compared, not values
         known = None if value is None else (value.shape, value.aval.dtype)
         found = None if shard is None else (shard.value.shape, shard.value.aval.dtype)
-        assert found == known, _wrong(step, f"reads {found}, its op {known}")
-    assert [s.value for s in step.results] == op.outs, _wrong(step, "its results are not the results of its op")
+        assert found == known, f"reads {found}, its op {known}"
+    assert [s.value for s in step.results] == op.outs, "its results are not the results of its op"
     if op.rule is None and len({s.shape for s in (*op.outs, *(v for v in op.ins if v is not None))}) == 1:
         specs = {s.spec for s in (*step.results, *step.reads)}
-        assert len(specs) == 1, _wrong(step, f"is elementwise, and has several specs: {specs}")
+        assert len(specs) == 1, f"is elementwise, and has several specs: {specs}"
 
 
 def _check_loop(step: Loop, _sizes: Mapping[str, int]) -> None:
     carries, body = len(step.inits), step.body
     for each in step.inner:
         same = all(a.spec == b.spec for a, b in zip(step.inits, each.inputs, strict=False))
-        assert same, _wrong(step, "first values and carries have different specs")
-    same = len(body.inputs) == carries + len(step.stacks)
-    assert same, _wrong(step, "its body has other inputs than carries and slices")
-    assert len(body.outputs) == len(step.results), _wrong(step, "its body has another number of results")
+        assert same, "first values and carries have different specs"
+    assert len(body.inputs) == carries + len(step.stacks), "its body has other inputs than carries and slices"
+    assert len(body.outputs) == len(step.results), "its body has another number of results"
     for inner, out, last in zip(body.inputs, body.outputs[:carries], step.results[:carries], strict=False):
         same = out is not None and _is_placed_as(inner, out) and _is_placed_as(inner, last)
-        assert same, _wrong(step, f"carry {inner.value} is sharded otherwise at the end of the body")
+        assert same, f"carry {inner.value} is sharded otherwise at the end of the body"
     for stack, inner in zip(step.stacks, body.inputs[carries:], strict=True):
-        same = stack.spec == ((), *inner.spec)
-        assert same, _wrong(step, f"slices with the spec {inner.spec} of a stack with {stack.spec}")
+        assert stack.spec == ((), *inner.spec), f"slices with the spec {inner.spec} of a stack with {stack.spec}"
     for out, last in zip(body.outputs[carries:], step.results[carries:], strict=True):
-        same = out is None or ((), *out.spec) == last.spec
-        assert same, _wrong(step, f"stack {last.value} has another spec than its slices")
+        assert out is None or ((), *out.spec) == last.spec, f"stack {last.value} has another spec than its slices"
 
 
 def _check_branch(step: Branch, _sizes: Mapping[str, int]) -> None:
     for body in step.branches:
         for out, result in zip(body.outputs, step.results, strict=True):
             same = out is not None and _is_placed_as(out, result) and out.value.shape == result.value.shape
-            assert same, _wrong(step, f"a branch returns {result.value} sharded otherwise")
+            assert same, f"a branch returns {result.value} sharded otherwise"
 
 
 _CHECKS: dict[type[Step], Callable[[Any, Mapping[str, int]], None]] = {

@@ -167,7 +167,7 @@ def _ls(args: argparse.Namespace) -> int:
             "processes": facts["processes"], "mesh": mesh, "layout": facts.get("layout", ""),
         })  # fmt: skip
     if args.json:
-        print(json.dumps(rows))
+        print(json.dumps(rows, indent=2))
     elif not rows:
         print(f"no complete checkpoint in {args.path}")
     for row in () if args.json else rows:
@@ -182,7 +182,7 @@ def _show_one(args: argparse.Namespace) -> int:
     """``meshpar checkpoint show``: print the metadata of a checkpoint and a line for each leaf; exit status 0."""
     facts = facts_of(args.path, _one(args))
     if args.json:
-        print(json.dumps(facts))
+        print(json.dumps(facts, indent=2))
         return 0
     for name, value in facts.items():
         if name not in ("leaves", "check", "format") and value:

@@ -31,6 +31,14 @@ LOOK_SECONDS = 0.03
 SETTLE_SECONDS = 3.0
 """How long the others may take to end by themselves, with the cause in their logs."""
 _TAIL = 12
+_GUARD = """
+import contextlib, os, signal, sys
+sys.stdin.read()
+for group in map(int, sys.argv[1:]):
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+"""
+"""The program of a process that kills process groups when its standard input ends, as it does when the launcher is killed."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +167,7 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int]) ->
     lost: list[int] = []  # killed, and not by this
     kill_at = float("inf")
     asked = killed = False
-    with (logs / "process-0.log").open("rb") as log:
+    with _guard(running.values()), (logs / "process-0.log").open("rb") as log:
         try:
             while running:
                 _show_more(log)
@@ -232,6 +240,17 @@ def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) ->
     with (logs / f"process-{p}.log").open("wb") as log:
         none, same = subprocess.DEVNULL, subprocess.STDOUT
         return subprocess.Popen(job.command, env=env, stdin=none, stdout=log, stderr=same, start_new_session=True)
+
+
+@contextlib.contextmanager
+def _guard(children: Iterable[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """A context in which processes and their children are killed if this process ends without leaving it, such as by SIGKILL."""
+    words = [sys.executable, "-I", "-S", "-c", _GUARD, *(str(child.pid) for child in children)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
 
 
 def _devices_of_each(job: Job) -> int | None:

@@ -94,19 +94,19 @@ def _jobset(job: Manifest, topology: Topology) -> str:
     several = topology.slices > 1
     what = f"{topology.slices} slices of {topology.kind}:{sides}" if several else f"A slice of {topology.kind}:{sides}"
     return f"""\
-# {what}{" as one job" * several}. One pod for each host; after a loss all pods start again, from the last checkpoint.
+# {what}{" as one job" * several}; after a loss all pods start from the last checkpoint.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
   name: {job.name}
   annotations:
-    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool # one slice for each Job
+    alpha.jobset.sigs.k8s.io/exclusive-topology: cloud.google.com/gke-nodepool # a slice each
 spec:
   failurePolicy:
     maxRestarts: {job.restarts}
     rules:
       - name: script
-        action: FailJobSet # the script failed ({PROGRAM}), or its mesh or layout is invalid ({USAGE})
+        action: FailJobSet # the script failed ({PROGRAM}), or its input is bad ({USAGE})
         onJobFailureReasons: [PodFailurePolicy]
   replicatedJobs:
     - name: slice
@@ -138,7 +138,7 @@ spec:
                   command: [{command}]
                   args:{words}
                   env:
-                    - name: JAX_COORDINATOR_ADDRESS # process 0; GKE sets the other variables that JAX reads
+                    - name: JAX_COORDINATOR_ADDRESS # process 0; GKE sets the others
                       value: "{job.name}-slice-0-0.{job.name}:{COORDINATOR_PORT}"
                     - name: PYTHONUNBUFFERED
                       value: "1"
@@ -167,8 +167,8 @@ def _slurm(job: Manifest, topology: Topology) -> str:
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@120
-# One process for each GPU of {topology}. Two minutes before the time limit the processes receive SIGTERM, and save. After a lost
-# node or the end of the time the job is queued again, and continues from its checkpoint.
+# One process for each GPU of {topology}. Two minutes before the time limit they receive SIGTERM,
+# and save. After that, or after a loss, the job is queued again, and continues.
 
 srun --kill-on-bad-exit=0 {command}
 status=$?

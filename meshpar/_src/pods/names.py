@@ -10,7 +10,6 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ...errors import CheckpointError
 from ..compat import nnx
-from ..compat.jax import is_graph_node
 from ..flax import flatten_named
 
 
@@ -24,8 +23,8 @@ def by_name(tree: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], An
     Raises:
       CheckpointError: two leaves with the same path.
     """
-    tops, top = jax.tree.flatten(tree, is_leaf=is_graph_node)
-    nodes = [i for i, x in enumerate(tops) if is_graph_node(x)]
+    tops, top = jax.tree.flatten(tree, is_leaf=nnx.is_graph_node)
+    nodes = [i for i, x in enumerate(tops) if nnx.is_graph_node(x)]
     graph, states = nnx.split(tuple(tops[i] for i in nodes)) if nodes else (None, {})
     for k, i in enumerate(nodes):
         tops[i] = states.get(k, {})

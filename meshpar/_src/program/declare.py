@@ -15,11 +15,7 @@ from .kernels import Kernel, KernelSends, KernelWorks, Local, parse_rule
 
 
 def kernel_rule(
-    text: str,
-    *,
-    local: Local | None = None,
-    sends: KernelSends | None = None,
-    works: KernelWorks | None = None,
+    text: str, *, local: Local | None = None, sends: KernelSends | None = None, works: KernelWorks | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare along which dims a kernel may be sharded: ``@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")``.
 

@@ -1,4 +1,4 @@
-"""The uses of each dim of a program: the facts from which :mod:`program.naming` infers names.
+"""The uses of each dim of a program: the facts from which :mod:`program.guessed_names` infers names.
 
 Facts are about classes of equal dims (:mod:`program.names`), and only about the forward pass: the backward pass contracts the
 dims that the forward pass makes.
@@ -11,7 +11,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
 
 from ..compat.jax import pass_of
 from ..compat.loops import loop_parts, operands_of_bodies
@@ -52,13 +51,6 @@ class Fact(StrEnum):
     REDUCED = "a sum or maximum runs over it"
 
 
-class Lookup(NamedTuple):
-    """Rows of a table that integers of the batch look up."""
-
-    rows: DimClass
-    op: Op
-
-
 class DimUses:
     """The facts about all classes of dims of a program.
 
@@ -70,6 +62,7 @@ class DimUses:
       twins: class → classes that would be the same if no value had dims of both.
       batch_dim: of data: 0, or 1 where a scan with a state of the batch runs over dim 0.
       read_by: a matmul of a weight → the classes that it contracts.
+      lookups: (rows of a weight, op): integers of the batch look the rows up.
     """
 
     def __init__(self, program: Program) -> None:
@@ -81,7 +74,7 @@ class DimUses:
         self.declared: defaultdict[DimClass, list[tuple[str, Op]]] = defaultdict(list)
         self.twins: defaultdict[DimClass, set[DimClass]] = defaultdict(set)
         self.read_by: defaultdict[Op, set[DimClass]] = defaultdict(set)
-        self.lookups: list[Lookup] = []
+        self.lookups: list[tuple[DimClass, Op]] = []
         self.batch_dim: dict[Value, int] = {}
         self._is_data: dict[Value, bool] = {}
         # activation → the ops, other than elementwise ones, that its values come from
@@ -239,23 +232,22 @@ class DimUses:
         shared: list[int] = []  # a node of each factor that both operands and the result have
         read: list[int] = []  # … that both operands have, and the result lacks
         of: tuple[list[int], list[int]] = [], []  # … that one operand has, and the result
-        assert op.rule is not None
-        for f in range(len(op.rule.sizes)):
+        rule = op.factor_rule
+        for f in range(len(rule.sizes)):
             nodes = [
                 [n for n, factors in zip(v.nodes, dims, strict=True) if f in factors]
-                for v, dims in zip(op.ins, op.rule.ins, strict=True)
+                for v, dims in zip(op.ins, rule.ins, strict=True)
                 if v is not None
             ]
             if all(nodes):
-                in_result = any(f in dim for dim in op.rule.outs[0])
+                in_result = any(f in dim for dim in rule.outs[0])
                 (shared if in_result else read).append(nodes[0][0])
             else:
                 for k in (0, 1):
                     of[k].extend(nodes[k])
         if len(data) == 2:
-            if read and any(
-                self.has(c, Fact.BATCH) for n in shared for c in self.parts(n)
-            ):  # else an elementwise one, or a gradient
+            # of other shared dims: an elementwise product, or a gradient
+            if read and any(self.has(c, Fact.BATCH) for n in shared for c in self.parts(n)):
                 self._attention(op, [c for c in self._of_weights(shared) if not self.has(c, Fact.BATCH)], read, of)
         elif data:
             weight = 1 if data[0] is ins[0] else 0
@@ -299,7 +291,7 @@ class DimUses:
             for d, node in enumerate(table.nodes):
                 if node != NONE:
                     self._add(Fact.ROWS if d == into[0] else Fact.OF_ROW, [self.full(node)], op)
-            self.lookups += [Lookup(self.full(n), op) for n in table.nodes[into[0] : into[0] + 1] if n != NONE]
+            self.lookups += [(self.full(n), op) for n in table.nodes[into[0] : into[0] + 1] if n != NONE]
         elif table in data:
             looked_up = self._of_weights([table.nodes[into[-1]]])
             self._add(Fact.LABEL, (c for c in looked_up if self.has(c, Fact.MADE, Fact.CONV_MADE)), op)

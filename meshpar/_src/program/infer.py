@@ -76,12 +76,17 @@ def infer(
 
 
 def infer_like(program: Program, closed: ClosedJaxpr) -> Program:
-    """The program of another jaxpr, with the names, paths and kinds of inputs and results of ``program``."""
+    """The program of another jaxpr, with the names, paths and kinds of inputs and results of ``program``.
+
+    The jaxpr may have more results, after the results of ``program``.
+    """
     ins, outs = program.inputs, program.outputs
+    more = range(len(closed.jaxpr.outvars) - len(outs))
     names, out_names = ([v.annotation for v in side] for side in (ins, outs))
     paths, out_paths = ([v.path or "" for v in side] for side in (ins, outs))
-    new_program = infer(closed, names, paths, out_names, out_paths)
-    for new, old in zip((*new_program.inputs, *new_program.outputs), (*ins, *outs), strict=True):
+    out_paths += [f"value {k}" for k in more]
+    new_program = infer(closed, names, paths, [*out_names, *(None for _ in more)], out_paths)
+    for new, old in zip((*new_program.inputs, *new_program.outputs), (*ins, *outs), strict=False):
         new.kind = new.kind or old.kind
     new_program.pipelines = program.pipelines
     return new_program

@@ -97,6 +97,12 @@ class Op:
         return self.eqn.params["kernel"].name if self.primitive.family == "kernel" else self.name
 
     @property
+    def factor_rule(self) -> OpRule:
+        """The rule of an op that has one."""
+        assert self.rule is not None, f"{self.name} has no factor rule"
+        return self.rule
+
+    @property
     def recomputes(self) -> bool:
         """Whether the op is a call that recomputes part of the forward pass behind a barrier."""
         p = self.eqn.params
@@ -108,6 +114,8 @@ class Op:
     @property
     def makes(self) -> list[Value]:
         """The values that the op computes, also inside its bodies; without operands that a call returns unchanged."""
+        if not self.frames:
+            return self.outs
         inner = (made for frame in self.frames for op in frame.walk() for made in op.outs if made.op is op)
         return [*(v for v in self.outs if v.op is self), *inner]
 
@@ -133,9 +141,9 @@ class Op:
 
     @property
     def location(self) -> str:
-        """Where the op is, for reports: the user's line, and the part of the model that the line may call.
+        """Where the op is, for reports: the path of the modules and the user's line, ``Block/mlp/up (llama.py:324)``.
 
-        That is the path of the modules; without one, the line of the package that has the model.
+        Without modules, the user's line and that of the package that has the model: ``train.py:12 (loss), in package.py:7 (up)``.
         """
         return self._location(self.module)
 
@@ -149,7 +157,9 @@ class Op:
         return self._location(re.sub(r"(?<![A-Za-z])\d+", "*", first) + slash + re.sub(r"\d+", "*", others))
 
     def _location(self, module: str) -> str:
-        source, part = self.source, module or self.package_line
+        source, part = self.source, self.package_line
+        if module:
+            return f"{module} ({source.rpartition(' (')[0]})" if source else module
         return source if source.endswith(part) else ", in ".join(filter(None, (source, part)))
 
     @property
@@ -261,7 +271,7 @@ class Program:
       original: the program before a rewrite, if this one is its result (:mod:`program.divisible_rewrite`,
         :mod:`program.pipeline`).
       pipelines: its loops over layers that are rewritten as pipelines (:class:`program.pipeline.Pipeline`).
-      inferred: path of an argument → the names that :mod:`program.naming` gave to its dims; empty if the user named dims.
+      inferred: path of an argument → the names that :mod:`program.guessed_names` gave to its dims; empty if the user named dims.
       metadata_names: of the program as traced, the names of dims in the Flax metadata of its arguments and results.
     """
 

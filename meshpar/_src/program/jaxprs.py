@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,9 +34,10 @@ def rewrite(closed: ClosedJaxpr, change: Callable[[Jaxpr], Jaxpr], *, maps: bool
         if id(jaxpr) not in done:
             eqns = []
             for eqn in jaxpr.eqns:
-                old = nested(eqn)
-                new = list(map(changed, old))
-                eqns.append(eqn if _same(new, old) else replace_body(eqn, new))
+                if old := nested(eqn):
+                    new = list(map(changed, old))
+                    eqn = eqn if _same(new, old) else replace_body(eqn, new)
+                eqns.append(eqn)
             done[id(jaxpr)] = change(with_eqns(jaxpr, eqns))
         return done[id(jaxpr)]
 
@@ -54,7 +56,7 @@ def with_eqns(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> Jaxpr:
 
 
 def _same(new: Sequence[Any], old: Sequence[Any]) -> bool:
-    return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
+    return len(new) == len(old) and all(map(operator.is_, new, old))
 
 
 # -- variables

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ..iterables import grouped
+
 Nodes = tuple[int, ...]
 SubDim = tuple[tuple[str, ...], int]
 """(names, size) of one of the dims that a reshape merged into a dim, or of an unmerged dim."""
@@ -128,14 +130,13 @@ class Unifier:
             return True
         if self.size[a] != self.size[b]:
             return False
-        sa, sb = self.split.get(a), self.split.get(b)
-        if sa is None and sb is None:
+        if a not in self.split and b not in self.split:
             if not self.occurs[a].isdisjoint(self.occurs[b]):
                 self.soft.append((a, b, where))
                 return False
             self._merge(a, b)
             return True
-        ok = self.unify_sequences([a] if sa is None else list(sa), [b] if sb is None else list(sb), where)
+        ok = self.unify_sequences([a], [b], where)
         a, b = self.find(a), self.find(b)
         if ok and a != b and (a in self.split) == (b in self.split):
             self._merge(a, b)
@@ -327,10 +328,7 @@ class Unifier:
         left = len(slices) + 1
         while len(slices) < left:
             left = len(slices)
-            by_dim: dict[int, list[DimSlice]] = {}
-            for p in slices:
-                if len(self.atoms(p.full)) == 1:
-                    by_dim.setdefault(self.weak_root(p.full), []).append(p)
+            by_dim = grouped((self.weak_root(p.full), p) for p in slices if len(self.atoms(p.full)) == 1)
             done: set[DimSlice] = set()
             for full, own in by_dim.items():
                 names = {p: self._leading_names(p.part) for p in own}

@@ -73,11 +73,7 @@ class Flow:
 
     def bound(self, values: Iterable[Value]) -> set[Value]:
         """The values, and the same values inside of the bodies that have them as operands."""
-        found = todo = set(values)
-        while todo:
-            todo = {v for outer in todo for v in self.inside.get(outer, ())} - found
-            found = found | todo
-        return found
+        return self._reached(self.inside, values, owned=(), through=False)
 
 
 def elementwise_flow(program: Program) -> Flow:
@@ -149,10 +145,10 @@ def name_parameters(program: Program) -> None:
     flow = program.cached(elementwise_flow)
     updated = flow.after(state, through=True)
     new = {v: n for v, n in new_values(program).items() if n in updated}
-    after = flow.after(new.values())
-    copies = [v for v in program.outputs if v in after and v.kind is None and v not in new.values()]
+    after = flow.after(new.values()).difference(new.values())
+    copies, returned = [v for v in program.outputs if v in after and v.kind is None], set(program.outputs)
     for value in program.inputs:
-        if value.shape and value.kind != "opt" and value not in new and value not in program.outputs:
+        if value.shape and value.kind != "opt" and value not in new and value not in returned:
             copy = next((v for v in copies if (v.shape, v.aval.dtype) == (value.shape, value.aval.dtype)), None)
             if copy is not None:
                 copies.remove(copy)

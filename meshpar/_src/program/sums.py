@@ -37,9 +37,18 @@ def with_matmuls_added_first(closed: ClosedJaxpr) -> ClosedJaxpr:
         """The jaxpr with reordered additions; adds the sources of its results to ``results``."""
         sources: dict[Any, Source] = {v: i for i, v in enumerate(jaxpr.invars)}
         for eqn in jaxpr.eqns:
-            operands = [_source(v, sources) for v in eqn.invars]
-            inner = [results[_signature(body)] for body in bodies(eqn)]
-            sources.update(zip(eqn.outvars, _sources_of_results(eqn, operands, inner), strict=True))
+            entry = primitive(eqn.primitive.name)
+            if entry.matmul:
+                sources.update(dict.fromkeys(eqn.outvars, True))
+            elif entry.call:
+                (body,) = bodies(eqn)
+                taken = body_operands(eqn, eqn.invars)
+                for v, source in zip(eqn.outvars, results[_signature(body)], strict=True):
+                    sources[v] = source if isinstance(source, bool) else _source(taken[source], sources)
+            elif entry.name == "add_any":
+                sources[eqn.outvars[0]] = all(_source(v, sources) is True for v in eqn.invars)
+            elif (entry.view or entry.family == "cast") and len(eqn.invars) == 1:
+                sources[eqn.outvars[0]] = _source(eqn.invars[0], sources)
         matmuls = {v for v, source in sources.items() if source is True}
         results[_signature(jaxpr)] = [_source(v, sources) for v in jaxpr.outvars]
         return with_eqns(jaxpr, _with_reordered_additions(jaxpr, matmuls))
@@ -56,24 +65,14 @@ def _source(v: Any, sources: dict[Any, Source]) -> Source:
     return False if isinstance(v, Literal) else sources.get(v, False)
 
 
-def _sources_of_results(eqn: JaxprEqn, operands: Sequence[Source], inner: Sequence[list[Source]]) -> list[Source]:
-    """The sources of an equation's results, given the sources of its operands and of its bodies' results."""
-    entry = primitive(eqn.primitive.name)
-    if entry.call:
-        (results,), taken = inner, body_operands(eqn, operands)
-        return [source if isinstance(source, bool) else taken[source] for source in results]
-    if entry.matmul:
-        return [True] * len(eqn.outvars)
-    if (entry.view or entry.family == "cast") and len(eqn.invars) == 1:
-        return [operands[0]]
-    return [eqn.primitive.name == "add_any" and all(x is True for x in operands)] * len(eqn.outvars)
-
-
-def _with_reordered_additions(jaxpr: Jaxpr, matmuls: set[Any]) -> list[JaxprEqn]:
+def _with_reordered_additions(jaxpr: Jaxpr, matmuls: set[Any]) -> Sequence[JaxprEqn]:
     """The equations of a jaxpr with reordered additions; ``matmuls``: the variables whose source is a matmul."""
-    eqns, readers_of = jaxpr.eqns, readers(jaxpr.eqns, jaxpr.outvars)
-    made_at = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
+    eqns = jaxpr.eqns
     adds = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "add_any" and eqn.outvars[0] not in matmuls}
+    if not adds:
+        return eqns
+    readers_of = readers(eqns, jaxpr.outvars)
+    made_at = {v: i for i, eqn in enumerate(eqns) for v in eqn.outvars}
     inner = {i for i in adds if len(found := readers_of.get(eqns[i].outvars[0], [])) == 1 and found[0] in adds}
     replaced: dict[int, list[Any]] = {}
     for root in adds - inner:

@@ -10,22 +10,13 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from ...errors import MeshError
-from ..compat.jax import (
-    axes_of_spec,
-    equations,
-    in_auto_mesh,
-    make_jaxpr,
-    shardings_of,
-    source_line,
-    without_refs,
-)
+from ..compat.jax import axes_of_spec, equations, in_auto_mesh, make_jaxpr, shardings_of, source_line, without_refs
 from ..layout import AnyMesh
 from ..rules.control_flow import run_bodies
 from ..units import mesh_text
-from .casts import with_merged_casts
+from .casts import with_merged_casts, with_sunk_reductions
 from .jaxprs import inline, rewrite, with_eqns
 from .primitives import place_p
-from .sink import with_sunk_reductions
 from .sums import with_matmuls_added_first
 
 
@@ -46,9 +37,10 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
     """
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
     closed = without_refs(closed)
-    if any(map(_is_batched, equations(closed))):
+    eqns = list(equations(closed))
+    if any(map(_is_batched, eqns)):
         closed = _each_equation(closed, _with_scalar_condition, maps=False)
-    if any(shardings_of(e) or in_auto_mesh(e) is not e for e in equations(closed)):
+    if any(shardings_of(e) or in_auto_mesh(e) is not e for e in eqns):
         closed = _each_equation(closed, partial(_constrained, mesh))
     closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
     return closed, shapes
@@ -98,11 +90,7 @@ def _constrained(mesh: AnyMesh, eqn: JaxprEqn) -> list[Any]:
     invars = [constrained(v, s, False) for v, s in zip(eqn.invars, given.operands, strict=True)]
     operands = len(eqns)
     outvars = [constrained(v, s, True) for v, s in zip(eqn.outvars, given.results, strict=True)]
-    return [
-        *eqns[:operands],
-        eqn.replace(params=given.params, invars=invars, outvars=outvars),
-        *eqns[operands:],
-    ]
+    return [*eqns[:operands], eqn.replace(params=given.params, invars=invars, outvars=outvars), *eqns[operands:]]
 
 
 def _with_scalar_condition(eqn: Any) -> list[Any]:

@@ -43,11 +43,9 @@ def mean(
       >>> tx.update(gradients, tx.init(w), w)[0].tolist()
       [-2.0, -2.0, -2.0]
     """
-    initial = weight
 
-    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any) -> tuple[Any, Any]:
-        weight = initial if weight is None else weight
-        weights, shared = weights_of("mean", updates, params, dim=dim, replicas=replicas, weight=weight)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        weights, shared = weights_of("mean", updates, params, extra.get("weight"), weight, dim=dim, replicas=replicas)
         return jax.tree.map(lambda x: as_updates(weighted_mean(x, weights, dtype), x, shared), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
@@ -104,14 +102,12 @@ def coded(
       ([2.0, 0.0, 0.0], [-1.0, 0.0, 1.0])
     """
     codec = code_of(code)
-    initial = weight
 
     def init(params: Any) -> CodedState:
         return CodedState(zeros_for(params, replicas, dim) if feedback else None)
 
-    def update(updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any) -> tuple[Any, CodedState]:
-        weight = initial if weight is None else weight
-        weights, shared = weights_of("coded", updates, params, dim=dim, replicas=replicas, weight=weight)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, CodedState]:
+        weights, shared = weights_of("coded", updates, params, extra.get("weight"), weight, dim=dim, replicas=replicas)
         every_weight = gathered(weights, dim)
 
         def one(_: str, x: jax.Array, error: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

@@ -59,7 +59,6 @@ def powersgd(
     """
     if rank < 1:
         raise UnsupportedError(f"mp.replicas.powersgd: rank={rank}, which must be at least 1", fixes=["rank=2"])
-    initial = weight
 
     def right(path: str, shape: tuple[int, ...], n: int) -> jax.Array:
         """The first right factor for a parameter of this shape, the n-th: normally distributed."""
@@ -75,11 +74,10 @@ def powersgd(
         rights = [right(path, shape, n) for n, (path, shape) in enumerate(zip(paths_of(params), shapes, strict=True))]
         return PowerSGDState(jax.tree.unflatten(structure, rights), zeros_for(params, replicas, dim))
 
-    def update(
-        updates: Any, state: Any, params: Any = None, *, weight: Any = None, **_: Any
-    ) -> tuple[Any, PowerSGDState]:
-        weight = initial if weight is None else weight
-        weights, shared = weights_of("powersgd", updates, params, dim=dim, replicas=replicas, weight=weight)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, PowerSGDState]:
+        weights, shared = weights_of(
+            "powersgd", updates, params, extra.get("weight"), weight, dim=dim, replicas=replicas
+        )
 
         def one(path: str, x: jax.Array, q: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """An update, its right factor and its error → the mean and the next two."""

@@ -82,16 +82,17 @@ def zeros_for(params: Any, replicas: int | None, dim: str) -> Any:
 
 
 def weights_of(
-    name: str, updates: Any, params: Any, *, dim: str, replicas: int | None, weight: Any = None
+    name: str, updates: Any, params: Any, *weights: Any, dim: str, replicas: int | None
 ) -> tuple[jax.Array, bool]:
     """(the weights of the replicas [replica], whether they share their parameters), after a check of the updates.
 
-    The weight of a replica with a NaN or infinity in any update is 0.
+    The first of ``weights`` that is not None is taken. The weight of a replica with a NaN or infinity in any update is 0.
 
     Raises:
       RankError, DivisibilityError, UnsupportedError: as for :func:`count_replicas` and :func:`check_weight`.
     """
-    weight = check_weight(weight, count_replicas(updates, name, dim, replicas), name)
+    given = next((w for w in weights if w is not None), None)
+    weight = check_weight(given, count_replicas(updates, name, dim, replicas), name)
     leaves = jax.tree.leaves(updates)
     finite = jnp.stack([jnp.isfinite(x).all(tuple(range(1, x.ndim))) for x in leaves]).all(0)
     return require_dim(jnp.where(finite, weight, 0.0), dim), are_shared(updates, params, replicas)

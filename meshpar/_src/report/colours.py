@@ -1,4 +1,4 @@
-"""Colours of mesh axes: one for each name of an axis, the same in the terminal (rich) and in pages (HTML)."""
+"""Colours of mesh axes and of roles of memory: one for each name, the same in the terminal (rich) and in pages (HTML)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,19 @@ from html import escape
 
 from rich.text import Text
 
+from ..cost.buffer_roles import ROLES
+from ..cost.memory import GATHERED
 from .facts import DimAxes, dims_text
 from .tables import Cell
 
 PALETTE = ("#4a90e2", "#d9782d", "#27a17a", "#d0578f", "#8f74e0", "#a08c1e")
 """Legible on light and dark backgrounds, in the order of the classes ``c0``, ``c1``, … of pages; further axes reuse them."""
+
+ROLE_PALETTE = ("#0f7c8a", "#63b3bd", "#8a6450", "#c39a6b", "#94a1ae", "#6f8558", "#b3c19b", "#7480b0")
+"""Of the roles of memory, in the order of :data:`cost.buffer_roles.ROLES` and of gathered buffers: classes ``m0``, … of pages."""
+ROLE_CLASSES = {role: f"m{k}" for k, role in enumerate((*ROLES, GATHERED))}
+ROLE_STYLES = dict(zip(ROLE_CLASSES, ROLE_PALETTE, strict=True))
+"""Role of memory → CSS class, and rich style."""
 
 _USUAL = ("data dp fsdp", "model tp tensor", "stage pp", "expert ep", "context cp seq", "replica slice")
 KNOWN = {axis: k for k, axes in enumerate(_USUAL) for axis in axes.split()}
@@ -70,8 +78,8 @@ class AxisColours:
         return self._coloured(mesh, r"(?<![\w-]){}=\d+")
 
     def layout(self, layout: str) -> Text:
-        """The text of a layout with coloured axes."""
-        return self._coloured(layout, r"(?<=[\s+]){}(?=\s*(?:[+;]|$))")
+        """The text of a layout, or a text with `rules` and `axes` in it, with coloured axes."""
+        return self._coloured(layout, r"(?<=[\s+`]){}(?=\s*(?:[+;`]|$))")
 
     def _chip(self, text: str, axes: Sequence[str]) -> str:
         """A label of a page in the colour of the first of some axes; without axes in the text's."""

@@ -11,17 +11,32 @@ from typing import Any, Literal
 from rich.console import Group
 from rich.text import Text
 
-from ..cost.memory import memory_of
+from ..cost.memory import memory_by_role, memory_of
 from ..cost.time import time_of
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
-from .colours import AxisColours
+from . import facts
+from .colours import ROLE_CLASSES, AxisColours
+from .data import shards_place
 from .document import Document
-from .facts import KINDS, argument_dims, collective_groups, dims_text, layout_text, lowering_text, rule_effects
-from .tables import Cell, Table, code, number
+from .facts import (
+    KINDS,
+    argument_dims,
+    collective_groups,
+    dims_text,
+    kernel_seconds,
+    layout_text,
+    lowering_text,
+    rule_effects,
+)
+from .tables import Cell, Table, code, hanging, html_picture, number
+from .torus import torus_picture
 
 MAX_ROWS = 12
 """Arguments and collectives that the terminal lists; pages list three times as many."""
+
+MIN_DIFFERENCE = 5e-3
+"""Difference of two step times, as a fraction of one, below which they are said to be equal."""
 
 Unit = Literal["bytes", "memory", "seconds", "share"]
 FORMATS: Mapping[Unit, Callable[[float], str]] = {
@@ -52,18 +67,21 @@ class Metric:
 
     @property
     def change(self) -> str:
-        """``−25.0 %``, ``+210 %``, ``=``; empty where ``a`` is missing or negligible compared with ``b``."""
+        """``−25.0 %``, ``+210 %``, ``=``, of a share ``+12 points``; empty where ``a`` is missing or negligible next to ``b``."""
         r = self.ratio
         if r is not None and abs(r - 1) < 5e-4:
             return "="
-        if r is None or self.unit == "share" or r >= 100:
+        if r is None or self.a is None or self.b is None or (r >= 100 and self.unit != "share"):
             return ""
+        if self.unit == "share":
+            return f"{100 * (self.b - self.a):+.0f} points".replace("-", "−")
         return f"{100 * (r - 1):+,.{0 if r >= 2 else 1}f} %".replace("-", "−")
 
     @property
     def cell(self) -> Cell:
-        """The change as a cell: green for less, red for more."""
-        css = "dim" if self.change in ("", "=") else "down" if self.ratio is not None and self.ratio < 1 else "up"
+        """The change as a cell: green for less, red for more, of a share the opposite."""
+        less = self.ratio is not None and self.ratio < 1
+        css = "dim" if self.change in ("", "=") else "down" if less != (self.unit == "share") else "up"
         terminal = Text(self.change, {"down": "green", "up": "red"}.get(css, ""))
         return Cell(self.change, css=f"n {css}", terminal=terminal)
 
@@ -106,6 +124,27 @@ class PlanDiff(Document):
         metrics = {m.name: {"a": m.a, "b": m.b, "unit": units.get(m.unit, m.unit)} for m in self.metrics}
         return json.dumps({**sides, "metrics": metrics, **tables})
 
+    @property
+    def verdict(self) -> str:
+        """Which plan fits, and which step is shorter, with the part of the step that differs most, as a sentence."""
+        texts = [f"{name} does not fit" for name, p in (("a", self.a), ("b", self.b)) if facts.fits(p) is False]
+        a, b = time_of(self.a), time_of(self.b)
+        if a is None or b is None or not a.seconds:
+            sent = Metric("", self.a.bytes_sent, self.b.bytes_sent, "bytes")
+            return "; ".join([*texts, f"b sends {sent.text(sent.b)} a step, a {sent.text(sent.a)}"])
+        more = b.seconds / a.seconds - 1
+        if abs(more) < MIN_DIFFERENCE:
+            return "; ".join([*texts, f"b takes as long as a, {format_seconds(b.seconds)} a step"])
+        parts = {"matmuls": b.compute - a.compute, "memory traffic": b.memory - a.memory}
+        for plan, sign in ((self.a, -1), (self.b, 1)):
+            for c in plan.collectives:
+                name = f"communication over `{'+'.join(c.axes)}`"
+                parts[name] = parts.get(name, 0.0) + sign * c.total_seconds
+        name, seconds = (max if more > 0 else min)(parts.items(), key=lambda part: part[1])
+        much = f"{100 * abs(more):.0f} %" if more < 1 else f"{1 + more:.1f} ×"
+        why = f": {'+' if seconds > 0 else '−'}{format_seconds(abs(seconds))} {name}" if seconds * more > 0 else ""
+        return "; ".join([*texts, f"b is {much} {'slower' if more > 0 else 'faster'}{why}"])
+
     def _title(self) -> str:
         return f"{self.a.layout} | {self.b.layout}"
 
@@ -113,11 +152,13 @@ class PlanDiff(Document):
         return f"<h1>Two plans</h1>{diff_body(self)}"
 
     def __rich__(self) -> Any:
-        """The comparison for a terminal: both plans, the table of metrics, and a table for each section that differs."""
+        """The comparison for a terminal: a verdict, both plans, the table of metrics, and a table for each section that differs."""
         colours = AxisColours(self.a.sizes, self.b.sizes)
-        heads = [Text.assemble((f"{k}  ", "bold"), _side(p, colours)) for k, p in (("a", self.a), ("b", self.b))]
+        sides = hanging([(Text(k, "bold"), _side(p, colours)) for k, p in (("a", self.a), ("b", self.b))])
         metrics, *differences = _tables(self, colours)
-        parts: list[Any] = [*heads, Text(), metrics.terminal()]
+        verdict = colours.layout(self.verdict)
+        verdict.stylize("bold")
+        parts: list[Any] = [verdict, sides, Text(), metrics.terminal()]
         for table in differences:
             parts += [Text(), table.terminal(MAX_ROWS)]
         return Group(*parts, *([] if differences else [Text(), Text("the same plan")]))
@@ -139,7 +180,7 @@ def _metrics(a: Plan, b: Plan) -> Iterator[Metric]:
     yield time("compute", "compute")
     yield time("memory traffic", "memory")
     yield time("communication", "communication")
-    yield time("fraction of the peak FLOP/s", "mfu", "share")
+    yield time("MFU", "mfu", "share")
     yield metric("sent by a device in a step", "bytes", lambda p: p.bytes_sent)
     for op in dict.fromkeys(c.op for c in (*a.collectives, *b.collectives)):
         yield metric(f"  {op}", "bytes", lambda p, op=op: sum(c.total_bytes for c in p.collectives if c.op == op))
@@ -275,7 +316,7 @@ def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
             f"{count} argument{'s are' if count != 1 else ' is'} sharded differently",
         ),
         Table(
-            [("collective", ""), ("axes", ""), ("dims", ""), ("sent in a", "n"), ("in b", "n")],
+            [("collective", "word"), ("axes", "word"), ("dims", ""), ("sent in a", "n"), ("in b", "n")],
             list(collectives()),
             "Collectives that differ, bytes in a step",
         ),
@@ -284,6 +325,35 @@ def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
         Table([("", ""), ("a", "n"), ("b", "n"), ("change", "n")], metrics),
         *(table for table in differences if table.rows),
     ]
+
+
+def _bars(d: PlanDiff) -> str:
+    """The step times and the peaks of both plans as bars with their parts."""
+    sides = []
+    for name, plan in (("a", d.a), ("b", d.b)):
+        time = time_of(plan)
+        kernels = 0.0 if time is None else kernel_seconds(time)
+        peak = max(memory_by_role(plan), key=lambda roles: sum(roles.values()), default={})
+        live = [[ROLE_CLASSES[role], role, n] for role, n in peak.items() if n > 0]
+        sides.append({"name": name, "seconds": time and [kernels, time.seconds - kernels], "memory": live})
+    return html_picture("drawBars", "step time and peak memory of both plans", sides)
+
+
+def _drawings(d: PlanDiff, colours: AxisColours) -> str:
+    """The argument whose bytes differ most, on both meshes; and both placements on the chips, if they differ."""
+    pairs: list[tuple[str, list[str]]] = []
+    sides = [(plan, _by_path(plan)) for plan in (d.a, d.b)]
+    common = [row for row in d.tensors if all(row[0] in of for _, of in sides)]
+    if common:
+        path, *_ = max(common, key=lambda row: abs(row[3] - row[4]))
+        pairs.append(("The argument that differs most", [shards_place(p, colours, of[path]) for p, of in sides]))
+    if d.a.topology == d.b.topology and d.a.torus != d.b.torus:
+        pairs.append(("Axes on the chips", [torus_picture(p, colours) for p, _ in sides]))
+    return "".join(
+        f'<h2>{title}</h2><div class="two"><div><h3>a</h3>{a}</div><div><h3>b</h3>{b}</div></div>'
+        for title, (a, b) in pairs
+        if a and b
+    )
 
 
 def diff_body(d: PlanDiff, folded: bool = False) -> str:
@@ -297,11 +367,12 @@ def diff_body(d: PlanDiff, folded: bool = False) -> str:
         return f'<div class="card"><b>{name}</b>{colours.sizes(p.sizes).markup}{where}<br>{layout}{lowering}</div>'
 
     def section(table: Table) -> str:
-        body = table.html(3 * MAX_ROWS, sortable=not folded)
+        body = table.html(3 * MAX_ROWS, sortable=not folded and table.columns[0][1] != "path")
         if folded:
             return f"<details><summary>{table.title}</summary>{body}</details>"
         return f"<h2>{table.title}</h2>{body}"
 
     metrics, *differences = _tables(d, colours)
-    out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{metrics.html()}'
+    out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{_bars(d)}{metrics.html()}{_drawings(d, colours)}'
+    out = f"<p><b>{escape(d.verdict)}</b></p>{out}"
     return out + ("".join(map(section, differences)) or "<p>The same plan.</p>")

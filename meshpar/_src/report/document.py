@@ -6,6 +6,7 @@ import io
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -43,13 +44,17 @@ class Document:
         Raises:
           UnsupportedError: another suffix.
         """
-        path = Path(path)
-        writers = {".html": self._page, ".json": self.to_json, ".txt": lambda: plain(self)}
-        if path.suffix not in writers:
+        path, writers = Path(path), self._writers()
+        write = next((write for suffix, write in writers.items() if path.name.endswith(suffix)), None)
+        if write is None:
             raise UnsupportedError(
                 f"{path.name}: cannot be saved as `{path.suffix}`", fixes=[f"suffixes are {', '.join(writers)}"]
             )
-        path.write_text(writers[path.suffix](), encoding="utf8")
+        path.write_text(write(), encoding="utf8")
+
+    def _writers(self) -> dict[str, Callable[[], str]]:
+        """Suffix of a file → its text."""
+        return {".html": self._page, ".json": self.to_json, ".txt": lambda: plain(self)}
 
     def _page(self) -> str:
         """The report as a self-contained HTML document."""
@@ -106,5 +111,6 @@ def cell(body: str) -> str:
 def front_end(*packages: str) -> tuple[str, str]:
     """The CSS and the script of pages, each followed by the CSS and scripts of further packages, such as the lab's."""
     folders = [resources.files("meshpar._src").joinpath(package) for package in ("report", *packages)]
-    css, js = ("".join(f.joinpath(name).read_text("utf8") for f in folders) for name in ("page.css", "page.js"))
+    files = [file for folder in folders for file in sorted(folder.iterdir(), key=lambda f: f.name)]
+    css, js = ("".join(f.read_text("utf8") for f in files if f.name.endswith(end)) for end in (".css", ".js"))
     return css, js

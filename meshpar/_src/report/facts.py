@@ -1,4 +1,4 @@
-"""The contents of reports as data: what each rule does, groups of arguments and collectives, loop timelines, large values.
+"""The contents of reports as data: what each rule does, groups of arguments and collectives, large values.
 
 The terminal (:mod:`.text`), pages (:mod:`.html`) and comparisons (:mod:`.diff`) render these.
 """
@@ -9,15 +9,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ..compat.jax import function_name
 from ..cost.caching import cached_on_plan
-from ..cost.fusion import Computation, Kernel, Kind, line_of
-from ..cost.kernel_time import kernel_times
+from ..cost.fusion import Computation, Kernel, line_of
 from ..cost.kernels import computation_of
 from ..cost.memory import memory_of
-from ..cost.schedule import schedules
 from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..dims import format_dims
@@ -26,7 +25,7 @@ from ..layout import Rule, Spec
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
-from ..program.ir import Value
+from ..program.ir import Op, Value
 from ..units import format_bytes, format_memory, format_seconds
 from .tables import Cell, number
 
@@ -43,6 +42,11 @@ KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs",
 
 
 # -- the plan in short
+
+
+def title(plan: Plan) -> str:
+    """The model of a plan: the name of its target, or of the function that was traced."""
+    return plan.request.name or function_name(plan.program.traced.closed) or "step"
 
 
 def layout_text(plan: Plan) -> str:
@@ -286,9 +290,18 @@ class CollectiveGroup:
 
     @property
     def location(self) -> str:
-        """The user's line and the part of the model that need them, with ``*`` for numbers of layers that differ."""
-        locations = dict.fromkeys(c.location for c in self.members)
-        return next(iter(locations)) if len(locations) == 1 else location_of_layers(self.first)
+        """The part of the model and the user's line that need them, with ``*`` for numbers of layers that differ, and the number
+        of further ones."""
+        if len({c.location for c in self.members}) == 1:
+            return self.first.location
+        more = len({location_of_op(c.origin) for c in self.members}) - 1
+        return location_of_op(self.first.origin) + f" and {more} more place{'s' * (more > 1)}" * bool(more)
+
+    @property
+    def explanation(self) -> str:
+        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``."""
+        where = "" if not self.location else f"{'in' if self.first.module else 'at'} {self.location}: "
+        return f"{where}{self.first.explanation}"
 
     def cells(self) -> list[Cell]:
         """Total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""
@@ -302,9 +315,9 @@ class CollectiveGroup:
         ]
 
 
-def location_of_layers(c: Collective) -> str:
-    """The location of a collective, with ``*`` for numbers of layers; "" without one."""
-    return "" if c.origin is None else c.origin.location_of_layers
+def location_of_op(op: Op | None) -> str:
+    """The location of an op, with ``*`` for numbers of layers; "" without one."""
+    return "" if op is None else op.location_of_layers
 
 
 def collective_groups(
@@ -461,86 +474,3 @@ def kernels_of(computation: Computation) -> Iterator[Kernel]:
         yield kernel
         for body in kernel.bodies:
             yield from kernels_of(body)
-
-
-# -- one layer
-
-
-@dataclass(slots=True)
-class Span:
-    """A bar of a loop's timeline: one run of a kernel or a collective in an iteration of the loop.
-
-    Attributes:
-      lane: ``compute``, ``links``, or ``host`` (copies between device and host memory).
-      start, seconds: from the start of the iteration.
-      detail: dims of its results, or of the tensor that it sends.
-      exposed: a collective that kernels wait for.
-      bytes: a kernel's traffic to and from HBM, or the bytes that a device sends or copies in one call.
-      cause: why it is sent.
-    """
-
-    lane: str
-    name: str
-    start: float
-    seconds: float
-    axes: tuple[str, ...] = ()
-    detail: str = ""
-    source: str = ""
-    exposed: bool = False
-    bytes: float = 0.0
-    cause: str = ""
-
-
-@dataclass(slots=True)
-class LoopTimeline:
-    """The estimate of one iteration of a loop: kernels run sequentially, and hidden collectives overlap with them.
-
-    Attributes:
-      trips: the loop's trip count.
-      source: its line in the user's code.
-    """
-
-    trips: int
-    source: str
-    spans: list[Span] = field(default_factory=list)
-
-    @property
-    def seconds(self) -> float:
-        """Of one iteration."""
-        return max((s.start + s.seconds for s in self.spans), default=0.0)
-
-
-def loop_timelines(plan: Plan, most: int = 2) -> list[LoopTimeline]:
-    """Timelines of the ``most`` loops with the longest time, in program order; empty where no time is estimated."""
-    if plan.chip is None:
-        return []
-    kernels = kernels_of(computation_of(plan))
-    loops = [(kernel, body) for kernel in kernels for body in kernel.bodies if (body.trip_count or 1) > 1]
-    timelines = [_timeline(plan, kernel, body) for kernel, body in loops]
-    longest = sorted((t for t in timelines if t.seconds), key=lambda t: -t.seconds * t.trips)[:most]
-    return [t for t in timelines if any(t is one for one in longest)]
-
-
-def _timeline(plan: Plan, loop: Kernel, body: Computation) -> LoopTimeline:
-    """The timeline of one iteration, from the schedule of the loop's body."""
-    out = LoopTimeline(body.trip_count or 1, loop.source)
-    schedule, times = schedules(plan)[body], kernel_times(plan)
-
-    def written(kernel: Kernel) -> str:
-        """The dims of the arrays that a kernel writes."""
-        return " | ".join(dict.fromkeys(format_dims(plan.program.dims(b.value)) for b in kernel.writes))
-
-    for kernel, start in zip(schedule.kernels, schedule.starts, strict=True):
-        if kernel in times and kernel.kind is not Kind.MOVE:
-            run, source = times[kernel], line_of(kernel.origin)
-            span = Span("compute", kernel.origin_name, start, run.seconds, (), written(kernel), source, bytes=run.bytes)
-            out.spans.append(span)
-    for t in schedule.transfers:
-        c, seconds = t.collective, t.end - t.start
-        exposed, cause = not t.is_async, c.explanation
-        out.spans.append(Span("links", c.op, t.start, seconds, c.axes, c.dims, c.location, exposed, c.bytes, cause))
-    for copy in schedule.host_copies:
-        name, seconds = f"copy to the {'host' if copy.to_host else 'device'}", copy.end - copy.start
-        dims, source = written(copy.kernel), line_of(copy.kernel.origin)
-        out.spans.append(Span("host", name, copy.start, seconds, (), dims, source, bytes=copy.bytes))
-    return out

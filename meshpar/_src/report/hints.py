@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..cost.donation import donatable, with_donated
 from ..cost.memory import memory_of
 from ..dims import format_dims
+from ..plan.causes import name_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
@@ -126,8 +127,8 @@ class ExchangeHint:
         """The edit, with the bytes of both."""
         dims = format_dims(plan.program.dims(self.array))
         head = (
-            f"{self.op.name} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, since "
-            f"`{self.owner}` has `{self.axis}`. "
+            f"{name_of(self.op)} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, "
+            f"since `{self.owner}` has `{self.axis}`. "
         )
         if self.is_result:
             edit = (

@@ -1,47 +1,52 @@
-"""A plan as one page: rules and their effects, mesh, loop timelines, memory, every collective and its cause, arguments."""
+"""A plan as one page: verdict, timeline, memory, rules and their effects, every collective and its cause, arguments."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from html import escape
 
 import jax
 
-from ..cost.decoding import decoding_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
-from ..hardware.topology import Stage
+from ..cost.token_metrics import decoding_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..units import format_bytes, format_memory, format_seconds, memory_ticks, with_article
+from ..units import format_bytes, format_memory, format_seconds, with_article
 from . import facts
 from .colours import AxisColours
-from .data import plan_json
+from .data import memory_picture, plan_json, roofline_picture, shards_data, shards_place, timeline_picture
 from .document import cell, page
-from .facts import LoopTimeline, RuleEffect, Span
+from .facts import RuleEffect
+from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
-from .tables import GROUP, Cell, Table, code, key, number
+from .tables import GROUP, Cell, Table, code, html_picture, key, number
+from .timeline import step_bounds
+from .torus import TORUS, torus_picture
 
-KIND_COLOURS = ("c0", "c1", "c2", "c4", "c3", "cn", "c5")
+MIN_SHARE = 0.02
+"""Of the step's time, of the parts that the verdict lists."""
 MAX_OPEN_COLLECTIVES = 12
 """Of a plan with more collectives, the tables of the rules are closed."""
 NOT_ESTIMATED = "not estimated: no topology"
 NOTHING_SENT = "<p>Each device sends nothing.</p>"
-STEP_TIME = "All bars have the same scale. The estimate overlaps kernels and collectives."
+STEP_TIME = "All bars have the same scale. A collective over several axes has the colour of the first."
 PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
 RULES = (
     "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
     "it shards."
 )
 COLLECTIVES = "By the rule that causes them. Bytes are sent by each device. Click a heading to sort."
-LAYERS = (
-    "The estimate of one iteration of each loop. Kernels run sequentially. Exposed collectives are drawn between kernels; "
-    "hidden ones (paler) overlap with kernels, as the all-gather of a prefetched weight does. Point at a box, or press the "
-    "arrow keys on it, for its line and sizes."
+TIMELINE = (
+    "Kernels wait for exposed communication; hidden communication (paler) overlaps with them. A loop with narrow iterations is one "
+    "box, as high as the lane is busy. Drag, or use the buttons or the keys + − 0, to zoom; point at a box for its line."
 )
+MEMORY = (
+    "Live bytes after each op of a step, by kind; each loop body once. Point at it, or press the arrow keys, for an op."
+)
+ROOFLINE = "FLOP/s of the estimate, recomputation included; for the step, waiting included. Larger circles take more of the step."
 """The content of the sections of a page."""
 
 
@@ -57,7 +62,7 @@ def plan_page(plan: Plan) -> str:
         *(_section(*section) for section in shown),
         f'<script type="application/json" id="plan">{data}</script>',
     ]
-    return page(f"plan: {facts.layout_text(plan)}", "\n".join(body))
+    return page(f"{facts.title(plan)}: {facts.layout_text(plan)}", "\n".join(body))
 
 
 def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, str]]:
@@ -69,12 +74,15 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
     colours = AxisColours(plan.sizes)
     every = [
         ("Step time", step_parts(plan, colours), STEP_TIME),
+        ("Timeline", timeline_section(plan, colours), TIMELINE if plan.chip else ""),
         ("Pipeline", pipelines_html(plan), PIPELINE),
+        ("Memory per device", memory_curve(plan), MEMORY),
+        ("Roofline", roofline_picture(plan), ROOFLINE),
         ("Rules", rules_table(plan, colours), RULES),
-        ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
-        ("One layer", layers(plan, colours), ""),
-        ("Memory per device", memory_curve(plan), "Over the ops of a step; each loop body once."),
+        ("Layer", layer_picture(plan, colours), LAYER),
+        ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
+        ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
         ("Largest intermediate values", _values(plan, colours), ""),
         *((section.title, section.html(), "") for section in sections(plan)),
     ]
@@ -105,9 +113,25 @@ def _section(title: str, body: str, about: str) -> str:
 
 
 def _head(plan: Plan) -> str:
-    """The HTML of the head of a plan's page: devices, axes, layout, lowering, chip and JAX version."""
+    """The head of a plan's page: model and devices, verdict, then axes, layout, lowering, chip and JAX version."""
     where = f" of {escape(plan.topology)}" if plan.topology else ""
-    return f"<h1>{math.prod(plan.sizes.values())} devices{where}</h1>{facts_list(plan)}"
+    on = f'<span class="dim">on {math.prod(plan.sizes.values())} devices{where}</span>'
+    return f"<h1>{escape(facts.title(plan))} {on}</h1>{verdict(plan)}{facts_list(plan)}"
+
+
+def verdict(plan: Plan) -> str:
+    """Whether the plan fits, its step time and MFU, and the parts of that time, as HTML."""
+    peak, time, chip = memory_of(plan).peak, time_of(plan), plan.chip
+    if chip is None or time is None:
+        return f'<p class="verdict">Each device needs {format_memory(peak)} and sends {format_bytes(plan.bytes_sent)} a step.</p>'
+    does = "<b>Fits</b>" if facts.fits(plan) else '<b class="up">Does not fit</b>'
+    bounds = step_bounds(plan)
+    shares = [f"{name} {100 * n / time.seconds:.0f}\u00a0%" for name, n in bounds if n >= MIN_SHARE * time.seconds]
+    bound = f", bound by <b>{escape(bounds[0][0])}</b>: {escape(', '.join(shares))} of the step" if shares else ""
+    return (
+        f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. A step takes about '
+        f"<b>{format_seconds(time.seconds)}</b> (MFU {100 * time.mfu:.0f} %){bound}.</p>"
+    )
 
 
 def facts_list(plan: Plan) -> str:
@@ -143,8 +167,8 @@ def cards(plan: Plan) -> str:
         below = (facts.time_bounds(time), facts.blocking_collectives(plan), facts.calibration_text(plan))
         about = escape("; ".join(filter(None, below)))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
-        bottleneck = f"largest part: {escape(time.bottleneck.split(':')[0])}"
-        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bottleneck))
+        bound = f"bound by {escape(step_bounds(plan)[0][0])}" if time.seconds else ""
+        shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bound))
     else:
         shown.append(("step time", "–", 0.0, "", NOT_ESTIMATED))
     if decoding := decoding_of(plan):
@@ -183,38 +207,28 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     ]
     copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
-    longest = max(value for _, value, _ in rows) or 1.0
-
-    def bar(kind: str, n: float, of: str) -> str:
-        title = escape(f"{of}: {format_seconds(n)}")
-        return f'<i class="{kind}" style="width:{100 * n / longest:.2f}%" title="{title}"></i>' if n > 0 else ""
-
-    out = "".join(
-        f'<div><span>{label}</span><span class="track">{"".join(bar(*s) for s in segments)}</span>'
-        f'<span class="n">{format_seconds(value)}</span></div>'
-        for label, value, segments in rows
-    )
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
-    return f'<div class="parts">{out}</div>{legend(plan, colours, kinds)}'
+    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds)
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
     """The legend of the colours of bars: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
     used = [a for a in plan.sizes if any(c.axes and c.axes[0] == a for c in plan.collectives)]
-    rows = [*kinds, *((colours.of[a], f"collectives over {a}") for a in used)]
-    several = any(len(c.axes) > 1 for c in plan.collectives)
-    return key(rows, "<span>over several axes: the colour of the first</span>" * several)
+    return key([*kinds, *((colours.of[a], f"collectives over {a}") for a in used)])
 
 
 def rules_table(plan: Plan, colours: AxisColours) -> str:
     """The arguments and values that each rule shards, and the bytes and seconds of the collectives that it causes."""
     timed, effects = plan.chip is not None, facts.rule_effects(plan)
-    most = max((e.collectives.bytes for e in effects), default=0.0) or 1.0
+    totals = [sum(e.collectives.bytes for e in effects), sum(e.collectives.seconds for e in effects)]
+
+    def cost(text: str, n: float, total: float, css: str) -> Cell:
+        return number(text, n, f'<i class="bar {css}" style="width:{100 * n / (total or 1.0):.1f}%"></i>')
+
     rows = []
     for e in effects:
-        sent, seconds = e.collectives.bytes, e.collectives.seconds
-        bar = f'<i class="bar {colours.first(e.axes)}" style="width:{100 * sent / most:.1f}%"></i>'
+        sent, seconds, css = e.collectives.bytes, e.collectives.seconds, colours.first(e.axes)
         name = f' <span class="scheme dim">{e.parallelism}</span>' if e.parallelism else ""
         size = '<span class="up">no effect</span>' if e.axes and not e.values and not sent else e.size_text or "–"
         row = [
@@ -222,13 +236,15 @@ def rules_table(plan: Plan, colours: AxisColours) -> str:
             Cell(str(len(e.arguments.members) or ""), css="n more"),
             Cell("", markup=size, css="n more"),
             Cell(str(e.values or ""), css="n more"),
-            number(format_bytes(sent) if sent else "–", sent, bar),
-            number(format_seconds(seconds) if seconds else "", seconds),
+            cost(format_bytes(sent) if sent else "–", sent, totals[0], css),
+            cost(format_seconds(seconds) if seconds else "", seconds, totals[1], css),
         ]
         rows.append(row[: 5 + timed])
+    total = [Cell("total"), *[Cell("", css="n more")] * 3, number(format_bytes(totals[0]), totals[0])]
+    rows.append([*total, number(format_seconds(totals[1]), totals[1])][: 5 + timed])
     columns = [("rule", ""), ("arguments", "n more"), ("global → per device", "n more"), ("values", "n more")]
     columns += [("sent", "n"), ("time", "n")][: 1 + timed]
-    return Table(columns, rows, attributes=[f'data-rule="{k}"' for k in range(len(effects))]).html()
+    return Table(columns, rows, attributes=[*(f'data-rule="{k}"' for k in range(len(effects))), 'class="total"']).html()
 
 
 def _rule(e: RuleEffect, colours: AxisColours) -> str:
@@ -240,77 +256,14 @@ def _rule(e: RuleEffect, colours: AxisColours) -> str:
 
 def tensors(plan: Plan, colours: AxisColours) -> str:
     """The table of arguments, and the place where the page's script draws how the chosen one is sharded over the mesh."""
-    torus = "".join(
-        f"<li>{escape(axis)}: {' × '.join(_stage(s) for s in stages)}</li>"
-        for axis, stages in plan.torus.items()
-        if stages
-    )
-    placement = f"<h3>physical placement of the mesh</h3><ul>{torus}</ul>" if torus else ""
-    mesh = escape(json.dumps([[a, n, colours.of[a]] for a, n in plan.sizes.items()]))
-    drawing = f'<div class="drawing" data-mesh="{mesh}"></div>'
-    return f'<div class="tensors"><div>{_arguments(plan, colours)}</div><div>{drawing}{placement}</div></div>'
-
-
-def _stage(stage: Stage) -> str:
-    if not stage.dim:
-        return str(stage.size)
-    kind = {"slice": "over DCN", "switch": "on the switch", "core": "in the chip"}.get(stage.dim)
-    return f"{stage.size} {kind or f'along {stage.dim}, a ' + ('ring' if stage.wraps else 'line')}"
+    return f'<div class="tensors"><div>{_arguments(plan, colours)}</div><div>{shards_place(plan, colours)}</div></div>'
 
 
 def memory_curve(plan: Plan) -> str:
-    """Live bytes over the ops of a step, the capacity of the device, and the peak by kind with its largest arrays."""
-    memory, chip = memory_of(plan), plan.chip
-    curve = [size for _, size, _ in memory.curve]
-    if not curve:
-        return ""
-    capacity = chip.per_device().hbm if chip is not None else math.inf
-    top = memory.peak * 1.12 or 1.0
-    if capacity < 3 * memory.peak:
-        top = max(top, capacity * 1.05)
-
-    def left(k: int) -> float:
-        return 100 * k / max(1, len(curve) - 1)
-
-    def down(size: float) -> float:
-        return 100 - 100 * size / top
-
-    line = " ".join(f"{left(k):.2f},{down(size):.2f}" for k, size in enumerate(curve))
-    limit = ""
-    if capacity <= top:
-        style = 'stroke="var(--bad)" stroke-dasharray="6 5" vector-effect="non-scaling-stroke"'
-        limit = f'<line x1="0" x2="100" y1="{down(capacity):.2f}" y2="{down(capacity):.2f}" {style}/>'
-    ticks = "".join(
-        f'<span class="tick" style="top:{down(size):.1f}%">{text}</span>' for size, text in memory_ticks(top)
-    )
-    at = left(curve.index(max(curve)))
-    side = f"right:{100 - at:.1f}%" if at > 50 else f"left:{at:.1f}%"
-    where = f"{side};top:{down(memory.peak):.1f}%;transform:translateY(-112%)"
-    mark = f'<span class="mark" style="{where}">{format_memory(memory.peak)}</span>'
-    svg = (
-        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="live bytes over the ops of a step">'
-        f'<polygon points="0,100 {line} 100,100" fill="var(--a0)" opacity=".18"/>'
-        f'<polyline points="{line}" fill="none" stroke="var(--a0)" stroke-width="1.5" vector-effect="non-scaling-stroke"/>'
-        f"{limit}</svg>"
-    )
-    source = f" at {memory.peak_source}" if memory.peak_source else ""
-    padding = facts.padding_text(plan)
+    """Live bytes over the ops of a step by role, the capacity of the device, and the peak with its largest arrays."""
+    memory, padding = memory_of(plan), facts.padding_text(plan)
     about = f'<p class="dim">{escape(padding)}</p>' if padding else ""
-    return (
-        f'<div class="plot">{ticks}{svg}{mark}</div><h3>the peak{escape(source)}</h3>{_peak_kinds(memory)}'
-        f"{about}{_peak_arrays(memory, bool(padding))}"
-    )
-
-
-def _peak_kinds(memory: Memory) -> str:
-    """The kinds of arrays at the peak, as one bar with a legend."""
-    sizes = sorted(memory.by_kind.items(), key=lambda x: -x[1])
-    kinds = [(colour, f"{kind} {format_memory(n)}", n) for (kind, n), colour in zip(sizes, KIND_COLOURS, strict=False)]
-    bars = "".join(
-        f'<i class="{colour}" style="flex:{n / memory.peak:.4f} 0 0" title="{escape(text)}"></i>'
-        for colour, text, n in kinds
-    )
-    return f'<div class="stack">{bars}</div>{key((colour, text) for colour, text, _ in kinds)}'
+    return memory_picture(plan) + about + _peak_arrays(memory, bool(padding)) if memory.points else ""
 
 
 def _peak_arrays(memory: Memory, padding: bool) -> str:
@@ -323,47 +276,16 @@ def _peak_arrays(memory: Memory, padding: bool) -> str:
     return f"<h3>its largest arrays</h3>{Table(columns, rows).html()}" if rows else ""
 
 
-def layers(plan: Plan, colours: AxisColours) -> str:
-    """The HTML of the timelines of one iteration, for the loops with the longest time."""
+def timeline_section(plan: Plan, colours: AxisColours) -> str:
+    """The timeline of the step, with the legend of its colours."""
     if time_of(plan) is None:
         return f'<p class="dim">{NOT_ESTIMATED}</p>'
-    timelines = facts.loop_timelines(plan)
-    if not timelines:
-        return '<p class="dim">the program has no loop over layers</p>'
-    kinds = (("ink", "kernels"), ("c0 hidden", "paler: hidden, overlaps with kernels"))
-    about = f'<p class="dim">{LAYERS}</p>'
-    return about + "".join(_layer(t, colours) for t in timelines) + legend(plan, colours, kinds)
-
-
-def _layer(timeline: LoopTimeline, colours: AxisColours) -> str:
-    """One loop timeline: a lane of kernels, a lane of collectives, and one of copies to and from the host if there are any."""
-    total = timeline.seconds
-    lanes = {"compute": "kernels", "links": "collectives", "host": "copies to and from the host"}
-    boxes = dict.fromkeys(("compute", "links", *(s.lane for s in timeline.spans)), "")
-    for s in timeline.spans:
-        if s.seconds < 4e-4 * total:
-            continue
-        where = f"left:{100 * s.start / total:.2f}%;width:{100 * s.seconds / total:.2f}%"
-        hidden = " hidden" if s.lane != "compute" and not s.exposed else ""
-        label = escape(f"{s.name} {s.detail}") if s.seconds > 0.03 * total else ""
-        kind, tip = colours.first(s.axes) if s.axes else "ink", escape(_tip(s))
-        boxes[s.lane] += f'<i class="{kind}{hidden}" style="{where}" role="img" aria-label="{tip}">{label}</i>'
-    title = f"{format_seconds(total)} × {timeline.trips}" + (f", {timeline.source}" if timeline.source else "")
-    busy = {lane: sum(s.seconds for s in timeline.spans if s.lane == lane) for lane in boxes}
-    times = ", ".join(f"{lanes[lane]} {format_seconds(seconds)}" for lane, seconds in busy.items())
-    rows = "".join(f'<div class="lane" aria-label="{lanes[lane]}">{of}</div>' for lane, of in boxes.items())
-    ticks = "".join(f"<span>{text}</span>" for text in ("0", format_seconds(total / 2), format_seconds(total)))
-    return f'<h3>{escape(title)}: {times}</h3><div class="wide"><div class="time">{rows}</div><div class="axis">{ticks}</div></div>'
-
-
-def _tip(s: Span) -> str:
-    """The lines of the tooltip of a timeline's box: name, seconds, dims and bytes, cause with its rule, source line."""
-    over = f" over {'+'.join(s.axes)}" if s.axes else ""
-    kind = "" if s.lane != "links" else ", exposed" if s.exposed else ", hidden"
-    of = {"compute": "of HBM traffic", "links": "sent per device", "host": "per device"}
-    traffic = f"{format_bytes(s.bytes)} {of[s.lane]}"
-    lines = (f"{s.name}{over}: {format_seconds(s.seconds)}{kind}", s.detail or "(scalar)", traffic, s.cause, s.source)
-    return "\n".join(filter(None, lines))
+    kinds = (
+        ("ink", "kernels"),
+        ("wait", "exposed: kernels wait"),
+        ("c0 hidden", "paler: hidden, overlaps with kernels"),
+    )
+    return timeline_picture(plan, colours) + legend(plan, colours, kinds)
 
 
 def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = None) -> str:
@@ -398,7 +320,7 @@ def collectives_table(
     timed = plan.chip is not None
 
     def alike(c: Collective) -> Hashable:
-        return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, facts.location_of_layers(c)
+        return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, facts.location_of_op(c.origin)
 
     def row(group: facts.CollectiveGroup) -> list[Cell]:
         c = group.first
@@ -428,11 +350,9 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
             summary = f"<summary>and {len(group.members) - 1} more</summary>"
             more = f"<details>{summary}<code>{escape(others)}</code></details>" if others else ""
             dims = f'{colours.dims(group.dims).markup}<br><code class="path">{escape(first.path)}</code>{more}'
-            split = zip(group.dims, first.shape, strict=True)
-            cut = escape(json.dumps([[name, n, list(axes)] for (name, axes), n in split]))
             rules = " ".join(map(str, facts.rules_of(plan, first)))
             rows.append([Cell("", markup=dims), Cell(group.shape, css="mono more"), *group.cells()])
-            attributes.append(f'data-rules="{rules}" data-cut="{cut}"')
+            attributes.append(f'data-rules="{rules}" data-cut="{shards_data(first)}"')
     columns = [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")]
     return Table(columns, rows, attributes=attributes).html()
 

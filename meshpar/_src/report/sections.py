@@ -18,7 +18,7 @@ from .facts import arrivals_text, grouped
 from .hints import exchange_hints, memory_hints
 
 MAX_OVERLAP_ROWS = 8
-MIN_REDUNDANT_SHARE = 0.05
+MIN_REPORTED_SHARE = 0.05
 """Fraction of the matmuls' FLOPs from which on redundant matmuls are reported."""
 
 
@@ -91,7 +91,7 @@ def redundant(plan: Plan) -> Section:
     """Matmuls that several devices compute redundantly, and rules that would shard them; empty if they are few."""
     found, title = redundant_matmuls(plan), "Redundant matmuls"
     share = sum(r.share for r in found)
-    if share < MIN_REDUNDANT_SHARE:
+    if share < MIN_REPORTED_SHARE:
         return Section(title)
     head = f"{100 * share:.0f} % of the matmul FLOPs are redundant: several devices compute the same"
     return Section(title, head, [Line("", str(r), "dim") for r in found[:3]])

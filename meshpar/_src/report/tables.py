@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
 MAX_PATH_SHARE = 0.35
 """Fraction of the width of the terminal that a path may take."""
+
+MAX_ERROR = 0.1
+"""Difference from a planned number, as a fraction of it, from which on a ratio is red."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,14 @@ def number(text: str, value: float, bar: str = "", css: str = "") -> Cell:
     return Cell(text, value, escape(text) + bar, css)
 
 
+def ratio(actual: float | None, planned: float | None) -> Cell:
+    """An actual number over the planned one, ``1.27``; red where they differ by more than :data:`MAX_ERROR`."""
+    if actual is None or not planned:
+        return number("", 0.0)
+    text, far = f"{actual / planned:.2f}", abs(actual / planned - 1) > MAX_ERROR
+    return Cell(text, actual / planned, css="up" * far, terminal=Text(text, "red" * far))
+
+
 def code(text: str) -> Cell:
     """A cell whose text is code in pages."""
     return Cell(text, markup=f"<code>{escape(text)}</code>")
@@ -88,7 +101,8 @@ class Table:
     """A table of a report.
 
     Attributes:
-      columns: (heading, CSS classes: ``n`` for numbers, ``more`` for columns that narrow screens hide, ``path`` for paths).
+      columns: (heading, CSS classes: ``n`` for numbers, ``more`` for columns that narrow screens hide, ``path`` for paths,
+        ``word`` for words that are not cut).
       rows: the cells of each row.
       title: above the table; "": none.
       attributes: of the ``tr`` elements of pages; empty: they have none.
@@ -112,7 +126,8 @@ class Table:
             of = f' class="{kind}"' if kind else ""
             heads += f'<th scope="col"{of}>{f"<button>{text}</button>" if sortable and heading else text}</th>'
         shown = self.rows[:most]
-        rows = zip(shown, self.attributes or itertools.repeat(""), strict=False)
+        grouped = _with_common_prefixes(shown) if self.columns[0][1] == "path" and not sortable else shown
+        rows = zip(grouped, self.attributes or itertools.repeat(""), strict=False)
         body = "".join(f"<tr{of and f' {of}'}>{''.join(cell.html() for cell in row)}</tr>" for row, of in rows)
         kind = ' class="sort"' if sortable else ""
         more = f'<p class="dim">{self._more(shown)}</p>' if len(self.rows) > len(shown) else ""
@@ -129,7 +144,7 @@ class Table:
         table = RichTable(box=None, pad_edge=False, header_style="dim")
         for heading, kind in self.columns:
             numeric = "n" in kind.split()
-            no_wrap = numeric or "path" in kind.split()
+            no_wrap = bool({"n", "path", "word"} & set(kind.split()))
             table.add_column(heading, justify="right" if numeric else "left", overflow="fold", no_wrap=no_wrap)
         shown = self.rows[:most]
         rows = _with_common_prefixes(shown) if self.columns[0][1] == "path" else shown
@@ -150,12 +165,59 @@ def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[Sequence[C
         shared = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parents, strict=False))
         prefix = "".join(f"{level[0]}/" for level in shared) if len(same) > 1 else ""
         if prefix:
-            yield [Cell("", terminal=PathText(prefix.rstrip("/"), "bold")), *[Cell("")] * (len(same[0]) - 1)]
+            head = prefix.rstrip("/")
+            bold = Cell(head, markup=f"<b>{escape(head)}</b>", terminal=PathText(head, "bold"))
+            yield [bold, *[Cell("")] * (len(same[0]) - 1)]
         for path, *others in same:
-            yield [Cell("", terminal=PathText("  " * bool(prefix) + path.text.removeprefix(prefix))), *others]
+            text = path.text.removeprefix(prefix)
+            yield [replace(code(text), css="in" * bool(prefix), terminal=PathText("  " * bool(prefix) + text)), *others]
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """Texts in one line with ``separator`` between them, as far as they fit, after a text ``head``; one that is longer than a line
+    wraps at spaces. Further lines begin with ``hang`` spaces."""
+
+    items: Sequence[Text]
+    separator: str = ""
+    head: Text = field(default_factory=Text)
+    hang: int = 0
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        text = Text.assemble(self.head, "  ", Text(self.separator).join(self.items))
+        return Measurement.get(console, options, text)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line, between = self.head.copy(), "  "
+        for item in self.items:
+            if line and line.cell_len + len(between) + item.cell_len > options.max_width:
+                yield line.append(between.rstrip())
+                line = Text()
+            line, between = Text.assemble(line, between if line else "", item), self.separator
+        width = options.max_width
+        first, *others = [line] if line.cell_len <= width else line.wrap(console, width - self.hang)
+        yield first
+        if others:
+            yield Padding(Group(*others), (0, 0, 0, self.hang))
+
+
+def hanging(rows: Iterable[Sequence[Any]], gap: int = 2) -> RichTable:
+    """Texts in columns; all but the first one wrap within their column."""
+    grid = RichTable.grid(padding=(0, gap))
+    grid.add_column(no_wrap=True)
+    for row in rows:
+        grid.add_row(*row)
+    return grid
 
 
 def key(kinds: Iterable[tuple[str, str]], more: str = "") -> str:
     """The explanation of colours: (CSS class, text) of each, then more markup."""
     spans = "".join(f'<span class="{kind}"><i></i>{escape(of)}</span>' for kind, of in kinds)
     return f'<div class="key">{spans}{more}</div>'
+
+
+def html_picture(name: str, label: str, data: Any) -> str:
+    """The place in which the function ``name`` of the page's script draws some data; ``label``: for screen readers."""
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    script = f'<script type="application/json">{text}</script>'
+    return f'<div class="picture" data-draw="{name}" data-label="{escape(label)}">{script}</div>'

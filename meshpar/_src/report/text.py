@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
-import rich.table
 from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from ..cost.decoding import decoding_of
 from ..cost.memory import memory_of
 from ..cost.time import time_of
+from ..cost.token_metrics import decoding_of
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
 from . import facts
-from .colours import PALETTE, AxisColours
+from .colours import PALETTE, ROLE_STYLES, AxisColours
 from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
-from .tables import GROUP, Cell, Table
+from .tables import GROUP, Cell, Table, Wrapped, hanging
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
@@ -53,8 +53,8 @@ def plan_renderable(plan: Plan) -> Any:
     of = f" of {plan.topology}" * bool(plan.topology)
     devices = Text.assemble(f"{math.prod(plan.sizes.values())} devices{of} (", colours.sizes(plan.sizes).terminal, ")")
     layout, lowering = colours.layout(facts.layout_text(plan)), facts.lowering_text(plan)
-    named = {"plan": devices, "layout": layout, "lowering": lowering}
-    head = [Text.assemble((name, "bold"), "  ", text) for name, text in named.items()]
+    named = {"plan": devices, "layout": layout, "lowering": Text(lowering)}
+    head: list[Any] = [hanging([(Text(name, "bold"), text) for name, text in named.items()])]
     if facts.fits(plan) is False and plan.chip is not None:
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
         line = f"DOES NOT FIT  each device needs {needs}, and {with_article(plan.chip.name)} has {has}"
@@ -72,11 +72,11 @@ def plan_renderable(plan: Plan) -> Any:
 
 
 def _indented(text: Text) -> Group:
-    """The lines of a text; those that wrap continue at the indentation of their line."""
+    """The lines of a text; those that wrap continue at the indentation of their line, of a line without one at 4 columns."""
     lines = []
     for line in text.split("\n", allow_blank=True):
         indent = len(line.plain) - len(line.plain.lstrip(" "))
-        lines.append(Padding(line[indent:], (0, 0, 0, indent)) if indent else line)
+        lines.append(Padding(line[indent:], (0, 0, 0, indent)) if indent else Wrapped([line], hang=4))
     return Group(*lines)
 
 
@@ -84,9 +84,14 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     """Memory, step time, traffic and the costliest rule, with bars where the chip is known."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     timed = chip is not None
-    rows: list[tuple[str, str, Text, Text]] = []
+    rows: list[tuple[str, str, Text, Wrapped]] = []
+
+    def joined(*items: Text | str) -> Wrapped:
+        return Wrapped([item if isinstance(item, Text) else Text(item) for item in items], " · ")
+
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])[:MAX_KINDS]
-    kinds = Text(" · ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 0.01 * memory.peak))
+    large = [(kind, n) for kind, n in ranked if n >= 0.01 * memory.peak]
+    kinds = joined(*(Text.assemble((kind, ROLE_STYLES[kind]), f" {format_memory(n)}") for kind, n in large))
     needs = format_memory(memory.peak)
     if chip is None:
         rows.append(("needs", needs, Text(), kinds))
@@ -100,8 +105,8 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         kernels = facts.kernel_seconds(time)
         waits = time.seconds - kernels
         bar = _bar([("█", kernels, "grey62"), ("▒", waits, "red")])
-        split = f"kernels {format_seconds(kernels)} · communication not hidden {format_seconds(waits)}"
-        rows.append(("step", f"{format_seconds(time.seconds)}, MFU {100 * time.mfu:.0f} %", bar, Text(split)))
+        split = joined(f"kernels {format_seconds(kernels)}", f"communication not hidden {format_seconds(waits)}")
+        rows.append(("step", f"{format_seconds(time.seconds)}, MFU {100 * time.mfu:.0f} %", bar, split))
     cost = attrgetter("seconds" if timed else "bytes")
 
     def figures(of: CollectiveGroup) -> str:
@@ -110,34 +115,26 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     if groups := facts.collective_groups(plan.collectives, lambda c: c.axes):
         bar = _bar([("█", cost(g), colours.styles.get(g.first.axes[0], "")) for g in groups])
         over = [Text.assemble(colours.axes(g.first.axes).terminal, f" {figures(g)}") for g in groups]
-        rows.append(("sends", format_bytes(plan.bytes_sent), bar, Text(" · ").join(over)))
+        rows.append(("sends", format_bytes(plan.bytes_sent), bar, joined(*over)))
     effects = [e for e in facts.rule_effects(plan) if e.rule is not None and e.collectives.members]
     if effects:
         worst = max(effects, key=lambda e: cost(e.collectives))
         place = max(facts.collective_groups(worst.collectives.members, lambda c: c.location), key=cost)
-        most = f"  {figures(worst.collectives)}" + f", most at {place.location}" * bool(place.location)
-        rows.append(("costliest", "", Text(), Text.assemble(colours.layout(str(worst.rule)), most)))
+        most = f"  {figures(worst.collectives)}" + f", most in {place.location}" * bool(place.location)
+        rows.append(("costliest", "", Text(), joined(colours.layout(str(worst.rule)).append(most))))
     width = max(len(value) for _, value, _, _ in rows)
     lines = []
     for label, value, bar, rest in rows:
-        shown = Text.assemble((f"{value:<{width}}  ", "bold"), bar, "  ", rest) if value else rest
+        head = Text.assemble((f"{value:<{width}}", "bold"), "  " * bool(bar), bar)
+        shown = replace(rest, head=head) if value else Text().join(rest.items)
         lines.append((Text(f"  {label}", "bold red" if label == TOO_LARGE else ""), shown))
-    return _hanging(lines)
+    return hanging(lines)
 
 
-def _hanging(rows: Sequence[tuple[Text, Text]]) -> Any:
-    """Pairs of texts in two columns; the second one wraps within its column."""
-    grid = rich.table.Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    for pair in rows:
-        grid.add_row(*pair)
-    return grid
-
-
-def _bar(pieces: Sequence[tuple[str, float, str]]) -> Text:
-    """A bar of :data:`BAR_CELLS` columns whose pieces, (character, amount, style), have widths in proportion to their amounts."""
-    total, end, out = sum(amount for _, amount, _ in pieces), 0.0, Text()
-    for character, amount, style in pieces:
+def _bar(segments: Sequence[tuple[str, float, str]]) -> Text:
+    """A bar of :data:`BAR_CELLS` columns whose segments, (character, amount, style), have widths in proportion to their amounts."""
+    total, end, out = sum(amount for _, amount, _ in segments), 0.0, Text()
+    for character, amount, style in segments:
         begin, end = end, end + amount
         cells = round(BAR_CELLS * end / total) - round(BAR_CELLS * begin / total) if total else 0
         out.append(character * cells, style)
@@ -224,8 +221,7 @@ def _collectives(plan: Plan, colours: AxisColours) -> Any:
         over = Text(axes) if group is None else colours.axes(group.first.axes).terminal
         line = Text.assemble(f"{op:<{widths[0]}}  ", over, " " * (widths[1] - len(axes)), cells)
         style = "dim" if group is None else ""
-        lines.append(_hanging([(Text.assemble(line, style=style), Text(dims, style))]))
+        lines.append(hanging([(Text.assemble(line, style=style), Text(dims, style))]))
         if group is not None:
-            where = Text(f"at {group.location}: " if group.location else "", "dim")
-            lines.append(Padding(Text.assemble(where, group.first.explanation), (0, 0, 0, 4)))
+            lines.append(Padding(colours.layout(group.explanation), (0, 0, 0, 4)))
     return Group(*lines)

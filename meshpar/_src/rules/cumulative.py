@@ -12,7 +12,7 @@ from jax import lax
 from .local import LocalOp
 from .partial import LINEAR_ALONG, Law, along
 from .registry import register
-from .rule import OpRule, exchange_kind
+from .rule import OpRule, exchange_kind, one_shape
 from .spmd import Send, axis_index
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
@@ -28,10 +28,7 @@ def cumulative(eqn, ins, outs) -> OpRule:
     """The rule of a cumulative op: each device scans its shard, and adds the totals of the shards before it, which are
     all-gathered: ``[1]`` per device."""
     axis = eqn.params["axis"]
-    r = OpRule(strong=True)
-    kind = exchange_kind(eqn)
-    dims = r.factors(ins[0], kind, (axis,))
-    r.ins, r.outs = [dims], [dims]
+    r = one_shape(ins, outs, exchange_kind(eqn), (axis,))
 
     def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
         total = (*shapes[0][:axis], 1, *shapes[0][axis + 1 :])

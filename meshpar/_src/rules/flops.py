@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
@@ -13,9 +12,6 @@ from meshpar_kernels._choose import OUTLINE
 from ..compat.jax import jaxprs_in, make_jaxpr
 from .registry import bodies, primitive
 
-_traced: weakref.WeakKeyDictionary[Any, dict[Any, float]] = weakref.WeakKeyDictionary()
-"""Kernel → (shapes and dtypes of its operands) → FLOPs."""
-
 
 def kernel_flops(eqn: JaxprEqn) -> float:
     """FLOPs of a kernel of :func:`meshpar.kernel_rule`: as it declares, else of its traced function."""
@@ -23,12 +19,11 @@ def kernel_flops(eqn: JaxprEqn) -> float:
     avals: list[Any] = [v.aval for v in eqn.invars]
     if (work := kernel.work(avals, {}, {})) is not None and work.flops is not None:
         return work.flops
-    cached = _traced.setdefault(kernel, {})
-    key = tuple((a.shape, str(a.dtype)) for a in avals)
-    if key not in cached:
+    key = kernel_flops, *((a.shape, str(a.dtype)) for a in avals)
+    if key not in kernel.memo:
         with OUTLINE(True):
-            cached[key] = jaxpr_flops(make_jaxpr(kernel.jitted, *avals).jaxpr)
-    return cached[key]
+            kernel.memo[key] = jaxpr_flops(make_jaxpr(kernel.jitted, *avals).jaxpr)
+    return kernel.memo[key]
 
 
 def pallas_flops(eqn: JaxprEqn) -> float:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ..iterables import grouped
 from .owned import is_positive_zero
 from .spmd import Send, axis_index, exchange_sends, permute, table_entry
 
@@ -160,10 +161,8 @@ def edge_coloring(edges: Sequence[Edge]) -> list[list[Edge]]:
             for one, other, color in path:
                 partners[one][a + b - color], partners[other][a + b - color] = other[1], one[1]
         partners[left][a], partners[right][a] = target, source
-    sets: dict[int, list[Edge]] = {}
-    for (side, device), by_color in partners.items():
-        for color, partner in by_color.items() if side == "source" else ():
-            sets.setdefault(color, []).append((device, partner))
+    sources = [(device, by_color) for (side, device), by_color in partners.items() if side == "source"]
+    sets = grouped((color, (source, target)) for source, by_color in sources for color, target in by_color.items())
     return [sorted(sets[c]) for c in sorted(sets)]
 
 

@@ -246,9 +246,8 @@ def is_broadcast_zero(value: Any) -> bool:
     return is_positive_zero(literal_array(op.eqn.invars[0]))
 
 
-_ADDS_A_WINDOW = replace(
-    WRITES_INTO_ZEROS, operands=(2, 3), holds=_has_one_index
-)  # the gradient of jnp.take(x, i, axis)
+_ADDS_A_WINDOW = replace(WRITES_INTO_ZEROS, operands=(2, 3), holds=_has_one_index)
+"""The gradient of ``jnp.take(x, i, axis)``."""
 
 _WRITES: dict[str, Any] = {"family": "scatter", "pinned": True, "manual": _one_index_of_a_split_array}
 for _name in _SCATTER_KINDS:

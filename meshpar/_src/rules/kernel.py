@@ -32,9 +32,7 @@ def _local_kernel(op: LocalOp, *xs: Any) -> list[Any]:
     names = kernel.sizes([v.aval.shape for v in op.eqn.invars], [v.aval.shape for v in op.eqn.outvars])
     first, *others = kernel.on_shards(*xs, axes={f: op.axes_of((i,)) for i, f in enumerate(names)})
     small = [k for k, x in enumerate(others) if _bytes(x) < MAX_SMALL_FRACTION * _bytes(first)]
-    if (
-        small
-    ):  # perhaps columns of larger, padded arrays: slice them when the arrays are computed, not where they are read
+    if small:  # perhaps columns of larger, padded arrays: sliced when the arrays are computed, not where they are read
         first, few = lax.optimization_barrier((first, [others[k] for k in small]))
         for k, x in zip(small, few, strict=True):
             others[k] = x

@@ -32,16 +32,11 @@ class AnyOp(Protocol):
       ins, outs: its operands (None for literals) and results.
     """
 
-    @property
-    def eqn(self) -> Any: ...
-    @property
-    def rule(self) -> OpRule | None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def ins(self) -> Sequence[Any]: ...
-    @property
-    def outs(self) -> Sequence[Any]: ...
+    eqn: Any
+    rule: OpRule | None
+    name: str
+    ins: list[Any]
+    outs: list[Any]
 
 
 def run_elementwise(op: AnyOp, xs: Sequence[Any]) -> list[Any]:

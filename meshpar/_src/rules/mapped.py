@@ -149,10 +149,6 @@ def _over(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
     return bind(eqn, xs, {**eqn.params, key: (*_dims_of(eqn), *axes)})
 
 
-def _summed(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
-    return [lax.psum(x, axes) for x in xs]
-
-
 def _gathered(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
     p = eqn.params
     return [lax.all_gather(x, axes, axis=p["all_gather_dimension"], tiled=p["tiled"]) for x in xs]
@@ -160,15 +156,13 @@ def _gathered(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
 
 _FORMS: dict[str, Callable[[Any, list[Any], tuple[str, ...]], list[Any]]] = {
     **dict.fromkeys(_SENDS, _over),
-    "psum_invariant": _summed,
+    "psum_invariant": lambda eqn, xs, axes: [lax.psum(x, axes) for x in xs],
     "all_gather_invariant": _gathered,
     "axis_index": lambda eqn, xs, axes: [axis_index(axes)],
 }
 """By primitive: (equation, operands, axes of the factored mesh) → results."""
 
 
-for _name in (
-    n for n in _SENDS if n not in ("psum", "pmax", "pmin")
-):  # these have entries in `reduce`, since vmap makes them too
-    register(_name, rule=same_dims)
+# psum, pmax and pmin have entries in `reduce`, since vmap makes them too
+register(*(name for name in _SENDS if name not in ("psum", "pmax", "pmin")), rule=same_dims)
 register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, family="shard_map")

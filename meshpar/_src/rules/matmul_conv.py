@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from meshpar_kernels.collective_matmul import Dot
-
 from ..compat.quirks import not_a_group
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
@@ -215,11 +213,3 @@ def _conv_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, i
 
 _CONV: dict[str, Any] = {"family": "conv", "matmul_dims": _conv_dims, "manual": always}
 register("conv_general_dilated", rule=conv_general_dilated, local=_local_conv, **_CONV)
-
-
-def dot_of(eqn: JaxprEqn, side: int) -> Dot:
-    """A ``dot_general`` whose operand ``side`` is gathered, as :mod:`meshpar_kernels` describes it."""
-    p = eqn.params
-    (lc, rc), (lb, rb) = p["dimension_numbers"]
-    numbers = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
-    return Dot(numbers, side, p["precision"], p["preferred_element_type"])

@@ -22,6 +22,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..iterables import grouped
 from .halo import edge_coloring
 from .local import LocalOp
 from .registry import register
@@ -197,11 +198,8 @@ def exchange(size: int, shards: int, runs: Runs) -> Exchange:
       runs: the table.
     """
     table, block = table_of(runs).reshape(shards, -1), size // shards
-    need: dict[tuple[int, int], list[int]] = {}
-    for target, row in enumerate(table):
-        for element in np.unique(row[row >= 0]).tolist():
-            if element // block != target:
-                need.setdefault((element // block, target), []).append(element % block)
+    taken_by = [(target, e) for target, row in enumerate(table) for e in np.unique(row[row >= 0]).tolist()]
+    need = grouped(((e // block, target), e % block) for target, e in taken_by if e // block != target)
     by_distance = [[e for e in sorted(need) if (e[0] - e[1]) % shards == k] for k in range(1, shards)]
     choices = [[pairs for pairs in by_distance if pairs], edge_coloring(sorted(need))]
     chosen = min(choices, key=lambda rounds: sum(max(len(need[e]) for e in pairs) for pairs in rounds))

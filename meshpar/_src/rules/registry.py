@@ -94,6 +94,16 @@ but the factors of the rule, which is the user's.
 """
 
 
+class _OfFamily:
+    """An attribute of :class:`Primitive`: whether the primitive is of one of these families."""
+
+    def __init__(self, *families: Family):
+        self.families = families
+
+    def __get__(self, entry: Primitive, owner: object) -> bool:
+        return entry.family in self.families
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Primitive:
     """The entry of a JAX primitive. The defaults hold for a primitive without an entry.
@@ -137,35 +147,20 @@ class Primitive:
         """A matmul or convolution: takes FLOPs, and computes its operands as it reads them."""
         return self.matmul_dims is not None
 
-    @property
-    def slice(self) -> bool:
-        """Reads a part of its operand."""
-        return self.family in ("slice", "dynamic_slice", "gather")
-
-    @property
-    def contiguous_slice(self) -> bool:
-        """Reads one block of its operand."""
-        return self.family in ("slice", "dynamic_slice")
-
-    @property
-    def regroups(self) -> bool:
-        """A ``reshape``, or one that only removes dims of size 1."""
-        return self.family in ("reshape", "squeeze")
-
-    @property
-    def call(self) -> bool:
-        """Runs one body once, on its operands as they are."""
-        return self.family in ("call", "checkpoint", "custom_derivative")
-
-    @property
-    def loop(self) -> bool:
-        """Runs its body repeatedly; a ``scan`` also slices and stacks arrays, and ``params["length"]`` is its trip count."""
-        return self.family in ("scan", "while")
-
-    @property
-    def control_flow(self) -> bool:
-        """Runs bodies repeatedly or conditionally, on operands of their own."""
-        return self.family in ("scan", "while", "cond")
+    slice = _OfFamily("slice", "dynamic_slice", "gather")
+    """Reads a part of its operand."""
+    contiguous_slice = _OfFamily("slice", "dynamic_slice")
+    """Reads one block of its operand."""
+    regroups = _OfFamily("reshape", "squeeze")
+    """A ``reshape``, or one that only removes dims of size 1."""
+    call = _OfFamily("call", "checkpoint", "custom_derivative")
+    """Runs one body once, on its operands as they are."""
+    loop = _OfFamily("scan", "while")
+    """Runs its body repeatedly; a ``scan`` also slices and stacks arrays, and ``params["length"]`` is its trip count."""
+    control_flow = _OfFamily("scan", "while", "cond")
+    """Runs bodies repeatedly or conditionally, on operands of their own."""
+    has_bodies = _OfFamily("call", "checkpoint", "custom_derivative", "scan", "while", "cond")
+    """Is a call or control flow."""
 
     @property
     def cheap(self) -> bool:
@@ -219,7 +214,7 @@ def separated(eqn: JaxprEqn) -> list[Any]:
     ``b = device_put[devices=(Device,)] y``. By a factor rule of the joint equation, ``b`` would be a reduction over
     the dims of ``x``.
     """
-    if primitive(eqn.primitive.name).family != "transfer" or len(eqn.invars) == 1:
+    if len(eqn.invars) == 1 or primitive(eqn.primitive.name).family != "transfer":
         return [eqn]
     return [
         eqn.replace(
@@ -233,8 +228,7 @@ def separated(eqn: JaxprEqn) -> list[Any]:
 
 def bodies(eqn: JaxprEqn) -> list[Any]:
     """The jaxprs of a loop, branch or call, in the order of ``Op.frames``; none for other equations."""
-    entry = primitive(eqn.primitive.name)
-    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if entry.call or entry.control_flow else []
+    return [jaxpr for jaxpr, _ in bodies_of(eqn)] if primitive(eqn.primitive.name).has_bodies else []
 
 
 def having(trait: Callable[[Primitive], object]) -> frozenset[str]:

@@ -147,6 +147,15 @@ def leading(
     return r.maps([dims(s) for s in in_shapes], [dims(s) for s in out_shapes])
 
 
+def one_shape(
+    in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]], kind: Kind, dims: Collection[int]
+) -> OpRule:
+    """A rule of operands and results of one shape, whose dims are the same: ``dims`` are of this kind, the others pass through."""
+    r = OpRule(strong=True)
+    factors = r.factors(in_shapes[0], kind, dims)
+    return r.maps([factors] * len(in_shapes), [factors] * len(out_shapes))
+
+
 def replicated(eqn: JaxprEqn | None, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> OpRule:
     """The rule of an op without a better one: every dim of operands and results needs replication."""
     return leading(in_shapes, out_shapes, 0)

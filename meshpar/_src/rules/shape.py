@@ -19,7 +19,17 @@ from .local import LocalOp, on_shards
 from .owned import only_where
 from .partial import CONCATENATES, MOVES, PADS_WITH_ZEROS
 from .registry import register
-from .rule import Kind, NameLink, OpRule, exchange_kind, independent_of_data, indexed_kind, leading, with_halo_sends
+from .rule import (
+    Kind,
+    NameLink,
+    OpRule,
+    exchange_kind,
+    independent_of_data,
+    indexed_kind,
+    leading,
+    one_shape,
+    with_halo_sends,
+)
 from .spmd import Factors, Send, axis_index
 
 
@@ -409,9 +419,7 @@ register("unstack", rule=unstack, local=on_shards, fusible=True)
 def device_put(eqn, ins, outs) -> OpRule:
     """The rule of ``device_put``: all dims pass through. An equation with several operands is separated into one per
     operand (``per_operand``)."""
-    r = OpRule(strong=True)
-    dims = [r.factors(ins[0])]
-    return r.maps(dims, dims)
+    return one_shape(ins, outs, "pass_through", ())
 
 
 def _local_device_put(op: LocalOp, x: Any) -> list[Any]:
@@ -425,9 +433,7 @@ register("device_put", rule=device_put, local=_local_device_put, view=True, fami
 
 def rev(eqn, ins, outs) -> OpRule:
     """The rule of ``rev``: along a reversed dim devices exchange shards: device p of 4 gets the shard of device 3 - p."""
-    r = OpRule(strong=True)
-    dims = r.factors(ins[0], exchange_kind(eqn), eqn.params["dimensions"])
-    r.ins, r.outs = [dims], [dims]
+    r = one_shape(ins, outs, exchange_kind(eqn), eqn.params["dimensions"])
     for d in eqn.params["dimensions"]:
         r.windows[0, d] = functools.partial(_rev_window, ins[0][d])
     return with_halo_sends(r, eqn, "the shard at the opposite end")
@@ -439,11 +445,7 @@ def _rev_window(size: int, shards: int) -> ShardWindow:
     return ShardWindow(halo_exchange(n, tuple((shards - 1 - p) * n for p in range(shards)), n), (0,) * shards, n, 1)
 
 
-def _local_rev(op: LocalOp, x: Any) -> list[Any]:
-    return op.run(op.with_halo(0, x))
-
-
-register("rev", rule=rev, local=_local_rev, **_MOVED)
+register("rev", rule=rev, local=lambda op, x: op.run(op.with_halo(0, x)), **_MOVED)
 
 
 def _local_iota(op: LocalOp, *xs: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from jax import lax
 from .local import LocalOp, on_shards
 from .reduce import reduced_dims
 from .registry import always, register
-from .rule import OpRule, exchange_kind
+from .rule import OpRule, exchange_kind, one_shape
 from .spmd import Send, axis_index
 
 Select = Callable[[Any, int], Sequence[Any]]
@@ -22,10 +22,7 @@ Select = Callable[[Any, int], Sequence[Any]]
 
 def sort(eqn, ins, outs) -> OpRule:
     """The rule of ``sort``: the sorted dim needs replication; the others pass through."""
-    r = OpRule(strong=True)
-    axis = eqn.params["dimension"]
-    dims = r.factors(ins[0], "need_replication", (axis,))
-    return r.maps([dims] * len(ins), [dims] * len(outs))
+    return one_shape(ins, outs, "need_replication", (eqn.params["dimension"],))
 
 
 register("sort", rule=sort, local=on_shards, pinned=True)

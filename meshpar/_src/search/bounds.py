@@ -70,7 +70,8 @@ class _ProgramUnits:
         if self._last is None or self._last[0] is not assignment:
             queries, groups = assignment.queries(), assignment.group_assignments()
             if queries not in self._indices:
-                self._indices[queries] = np.array(list(self._query_indices(assignment, queries)), int)
+                indices = [*(queries.of_value[v] for v in self.values), *(queries.of_op[op][-1] for op in self.ops)]
+                self._indices[queries] = np.array(indices, int)
             for group in groups:
                 if group not in self._split:
                     self._split[group] = self._axes_and_shards(group, assignment.sizes)
@@ -83,14 +84,6 @@ class _ProgramUnits:
         numbers = [self._numbers.setdefault(axes, len(self._numbers)) for axes in group.axes]
         shards = [math.prod(sizes[a] for a in {a for entry in axes for a in entry}) for axes in group.axes]
         return np.array(numbers, int), np.array(shards, float)
-
-    def _query_indices(self, assignment: AxisAssignment, queries: Queries) -> Iterator[int]:
-        """The index of the query of each unit."""
-        for value in self.values:
-            explicit = value.explicit is not None
-            query = (value.explicit, None) if explicit else (assignment.value_items(value), assignment.scopes_of(value))
-            yield queries.index[query]
-        yield from (queries.of_op[op][-1] for op in self.ops)
 
     def matmul_seconds(self, chip: Chip) -> np.ndarray:
         """Per unit: seconds of its matmuls in a step, unsharded, at the rate of the matrix units."""

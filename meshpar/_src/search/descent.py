@@ -182,14 +182,14 @@ def _search_stages(evaluation: Evaluation, counts: dict[int, float], staged: lis
             continue
         try:
             schemes = {point: tried.lower_bound(point) for point in staged_schemes(tried.space)}
-            for point in sorted(schemes, key=lambda p: settings.options.rank(schemes[p])):
+            for point in sorted(schemes, key=lambda p: tried.rank(schemes[p])):
                 tried.plan_scheme(point)
             del counts[k]
         finally:
             if tried.rows:
                 own.append(tried)
                 staged.append(tried)
-                best = min(best, tried.best, key=settings.options.rank)
+                best = min(best, tried.best, key=tried.rank)
     if not own or stack is None:
         return
     other = min(own, key=lambda e: min(map(e.rank, e.rows.values())))

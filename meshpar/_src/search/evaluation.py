@@ -17,7 +17,9 @@ from ..mesh import planned_mesh
 from ..passes import plan_without_passes, with_passes
 from ..plan.assignment import AxisAssignment
 from ..plan.collective_records import TooLong
+from ..plan.spec import shard_count
 from ..plan_api import Plan
+from ..progress import Counted
 from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
 from .options import SearchOptions
@@ -69,7 +71,7 @@ class Evaluation:
       rows: the candidates that were planned.
       names: names of known schemes and of the user's layouts.
       planned: number of plans.
-      last_gain: (candidates, plans) tried when the descent had its last gain, or started; None outside a descent.
+      last_gain: (candidates, plans) tried when the descent had its last gain, or started, and the row; None outside a descent.
     """
 
     def __init__(
@@ -89,15 +91,14 @@ class Evaluation:
         """
         assert base.chip is not None
         self.settings, self.variant, self.base, self.chip, self.space = settings, variant, base, base.chip, space
-        self.rank, self.objective = settings.options.rank, settings.options.objective
-        self.max_plans, self.deadline = max_plans, deadline
+        self.objective, self.max_plans, self.deadline = settings.options.objective, max_plans, deadline
         self.usable = settings.options.memory_fraction * base.chip.per_device().hbm
         ops = sum(1 for _ in space.program.root.walk())
         self.patience = max(1, POLICY.patience_candidates * POLICY.patience_ops // max(POLICY.patience_ops, ops))
         self.rows: dict[Point, Row] = {}
         self.names: dict[Point, str] = {}
         self.planned = 0
-        self.last_gain: tuple[int, int] | None = None
+        self.last_gain: tuple[int, int, Row] | None = None
         self._patience = self.patience
         # By the key of equivalent candidates: the row, the error, or None for one that communicates too long under any limit.
         self._results: dict[Any, Row | MeshparError | None] = {}
@@ -109,10 +110,13 @@ class Evaluation:
         self._tori: dict[Sizes, Torus] = {}
         self._best: Row | None = rival
         self._best_point: Point | None = None
-        self._best_of_descent: Row | None = None
         self._rejected: set[tuple[Any, Move]] = set()
 
     # -- comparison
+
+    def rank(self, row: Row) -> tuple[int, float, float]:
+        """:meth:`Row.rank` by the objective of the search."""
+        return row.rank(self.objective)
 
     @property
     def best(self) -> Row:
@@ -136,10 +140,8 @@ class Evaluation:
             return best is None or row.seconds <= POLICY.max_time_ratio * best.seconds
         return row.peak <= POLICY.max_time_ratio * best.peak
 
-    def is_gain(self, row: Row, than: Row | None) -> bool:
+    def is_gain(self, row: Row, than: Row) -> bool:
         """Whether a row is better than another by more than ``POLICY.min_gain_fraction``."""
-        if than is None:
-            return True
         (fits, metric, _), (other_fits, other, _) = self.rank(row), self.rank(than)
         return fits < other_fits or (fits == other_fits and metric < (1 - POLICY.min_gain_fraction) * other)
 
@@ -155,7 +157,7 @@ class Evaluation:
         first, row = self.rows[one], self._results.get(key)
         if isinstance(row, Row):
             return row.cost == first.cost
-        if (plan := self._legal_plan(other)) is None:
+        if (plan := self.legal_plan(other)) is None:
             return False
         if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
             return False
@@ -166,6 +168,11 @@ class Evaluation:
         """The row of a candidate that was planned, or that has the same assignment as a planned one; else None."""
         row = self._results.get(self._equivalence_key(point))
         return replace(row, mesh=point.mesh, layout=point.layout) if isinstance(row, Row) else None
+
+    @property
+    def planned_rows(self) -> list[Row]:
+        """One row of each plan."""
+        return [row for row in self._results.values() if isinstance(row, Row)]
 
     @property
     def errors(self) -> list[MeshparError]:
@@ -185,11 +192,7 @@ class Evaluation:
             return None
         return self._row(point, plan)
 
-    def is_legal(self, point: Point) -> bool:
-        """Whether a candidate has a plan."""
-        return self._legal_plan(point) is not None
-
-    def _legal_plan(self, point: Point) -> Plan | None:
+    def legal_plan(self, point: Point) -> Plan | None:
         """The plan of a candidate before passes; None: it has none."""
         try:
             return self._plan_without_passes(point)
@@ -245,7 +248,7 @@ class Evaluation:
         if self.planned >= self.max_plans:
             raise LimitReached(f"stopped at {self.settings.options.max_plans} plans")
         if self.last_gain is not None:
-            tried, planned = self.last_gain
+            tried, planned, _ = self.last_gain
             if len(self._tried) >= tried + POLICY.patience_candidates or self.planned >= planned + self._patience:
                 raise OutOfPatience
         if self.deadline is not None and time.monotonic() > self.deadline and self.planned:
@@ -259,9 +262,9 @@ class Evaluation:
             self._breakdowns[point] = None
         elif self.last_gain is None and (rival is None or self.rank(row) < self.rank(self.rows[rival])):
             self._breakdowns[point] = Breakdown(plan, sent)
-        elif self.last_gain is not None and self.is_gain(row, self._best_of_descent):
+        elif self.last_gain is not None and self.is_gain(row, self.last_gain[2]):
             self._breakdowns[point] = Breakdown(plan, sent)
-            self.last_gain, self._best_of_descent = (len(self._tried), self.planned), row
+            self.last_gain = len(self._tried), self.planned, row
         self.rows[point] = self._results[key] = row
         free_caches(plan)
         if self._best is None or self.rank(row) < self.rank(self._best):
@@ -271,6 +274,7 @@ class Evaluation:
     def _row(self, point: Point, plan: Plan) -> Row:
         """The numbers of a candidate's plan."""
         assert plan.seconds is not None
+        assert plan.time is not None
         peak = plan.memory.peak
         return Row(
             point.mesh,
@@ -283,7 +287,18 @@ class Evaluation:
             lowering=plan.lowering,
             schedule=plan.schedule if plan.pipelines else "",
             gather=plan.pipelines[0].gather if plan.pipelines else "",
+            mfu=plan.time.mfu,
+            undivided=self._undivided(point),
         )
+
+    def _undivided(self, point: Point) -> str:
+        """As :attr:`Row.undivided`."""
+        assignment, sizes, program = self._assignment(point), dict(point.sizes), self.space.program
+        for value in program.inputs:
+            for rule, i in assignment.unused_optional_rules(value):
+                shards = shard_count(rule.axes, sizes)
+                return f"{program.dims(value)[i]} of {value.shape[i]} is not divisible by {shards}"
+        return ""
 
     def _report_progress(self) -> None:
         """Report the number of plans, and the cost, mesh and layout of the best."""
@@ -293,7 +308,8 @@ class Evaluation:
             layout = as_layout(replace(r, optional=False) for r in point.rules)
             cost = f"{format_seconds(best.seconds)}, {format_memory(best.peak)}"
             program = f"{self.variant}: " if self.variant else ""
-            self.settings.progress(f"{program}plan {self.planned}, {cost}: {point.mesh}: {layout}")
+            text = f"{program}plan {self.planned}, {cost}: {point.mesh}: {layout}"
+            self.settings.progress(Counted(text, self.planned, self.max_plans))
 
     def _plan_exactly(
         self, point: Point, parent: Breakdown | None, below_seconds: float, max_comm_seconds: float
@@ -396,20 +412,14 @@ class Evaluation:
         hopeless = not bound.fits and best is not None and self.rank(bound) > self.rank(best)
         if not hopeless and (self.is_gain(bound, row) or (only_time and self.rank(bound) < self.rank(row))):
             self.plan(point, parent if only_time else None, row.seconds)
-        elif (
-            not bound.fits
-            and self.objective == "time"
-            and best is not None
-            and best.fits
-            and bound.seconds < best.seconds
-        ):
+        elif not bound.fits and self.objective == "time" and best and best.fits and bound.seconds < best.seconds:
             self.plan(point)
 
     # -- descent
 
     def start_descent(self, at: Point, patience: int | None = None) -> None:
         """Start counting candidates without a gain; ``patience``: in place of the attribute."""
-        self.last_gain, self._best_of_descent = (len(self._tried), self.planned), self.rows[at]
+        self.last_gain = len(self._tried), self.planned, self.rows[at]
         self._patience = self.patience if patience is None else patience
 
     def rejected(self, at: Point) -> Callable[[Move], bool]:

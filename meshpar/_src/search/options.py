@@ -12,7 +12,7 @@ from ..layout import Layout
 from ..mesh import MeshSizes, parse_mesh
 from ..options import option
 from ..units import mesh_text
-from .row import Objective, Row
+from .row import Objective
 
 LayoutText = Layout | str | Mapping[str, Any] | Sequence[Any]
 
@@ -98,9 +98,3 @@ class SearchOptions:
                 )
         for name, value in normalized.items():
             object.__setattr__(self, name, value)
-
-    def rank(self, row: Row) -> tuple[Any, ...]:
-        """Sort key of a candidate, best first: candidates that fit, by the objective; then the others, by their peak."""
-        if not row.fits:
-            return (1, row.peak, row.seconds)
-        return (0, row.seconds, row.peak) if self.objective == "time" else (0, row.peak, row.seconds)

@@ -52,20 +52,37 @@ class Picture:
     """The plot of a search: step time against peak memory, a point for each candidate.
 
     Attributes:
-      rows: the candidates.
+      rows: the candidates that have a row in the table.
       best: the chosen candidate.
       usable: bytes of a device that a plan's peak may take.
+      plans: (step time, peak) of all plans of the search.
     """
 
     rows: Sequence[Row]
     best: Row
     usable: float
+    plans: Sequence[tuple[float, float]] = ()
+
+    @property
+    def longest(self) -> float:
+        """The longest step time that is drawn."""
+        return max(self.best.seconds, MAX_TIME_RATIO * min(r.seconds for r in self.rows))
 
     @property
     def shown(self) -> list[Row]:
-        """The candidates that are drawn: those within ``MAX_TIME_RATIO`` of the shortest, and the best."""
-        most = MAX_TIME_RATIO * min(r.seconds for r in self.rows)
-        return [r for r in self.rows if r.seconds <= most or r == self.best]
+        """The candidates of the table that are drawn: those within ``MAX_TIME_RATIO`` of the shortest, and the best."""
+        return [r for r in self.rows if r.seconds <= self.longest]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """(Step time, peak) of all plans that are drawn, each once."""
+        return [*dict.fromkeys(p for p in (*self.plans, *(r.cost for r in self.shown)) if p[0] <= self.longest)]
+
+    @property
+    def front(self) -> list[tuple[float, float]]:
+        """The corners of the Pareto front as a line."""
+        front = [r.cost for r in self.letters if r in self.shown]
+        return [*(at for a, b in itertools.pairwise(front) for at in (a, (b[0], a[1]))), *front[-1:]]
 
     @functools.cached_property
     def letters(self) -> dict[Row, str]:
@@ -77,11 +94,12 @@ class Picture:
         """The label of a candidate: its letter, after ``★`` for the best."""
         return "★ " * (row == self.best) + self.letters.get(row, "")
 
-    def drawing(self) -> str:
-        """The plot as SVG: logarithmic axes, a line at the usable memory, the Pareto front connected."""
+    def drawing(self, listed: Collection[Row] = ()) -> str:
+        """The plot as SVG: logarithmic axes, a line at the usable memory, the Pareto front connected. The points of the
+        ``listed`` candidates are links to their rows ``plan-0``, ``plan-1``, … in the table."""
         rows = self.shown
-        x = Scale([r.seconds for r in rows], LEFT, WIDTH - 12)
-        y = Scale([*(r.peak for r in rows), self.usable], HEIGHT - BOTTOM, 10, unit=GIB)
+        x = Scale([seconds for seconds, _ in self.points], LEFT, WIDTH - 12)
+        y = Scale([*(peak for _, peak in self.points), self.usable], HEIGHT - BOTTOM, 10, unit=GIB)
         line = y(self.usable)
         out = [
             f'<svg class="search" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" style="width:100%;max-width:{WIDTH}px;font-size:11px" '
@@ -96,63 +114,73 @@ class Picture:
         out += [_text(LEFT - 6, y(v) + 4, format_memory(v), "end") for v in y.ticks(5)]
         out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step time", "middle"))
         letters = self.letters
-        front = [r for r in letters if r in rows]
-        corners = [at for a, b in itertools.pairwise(front) for at in ((a.seconds, a.peak), (b.seconds, a.peak))]
-        corners += [(r.seconds, r.peak) for r in front[-1:]]
-        points = " ".join(f"{x(seconds):.1f},{y(peak):.1f}" for seconds, peak in corners)
+        dots = (f'<circle cx="{x(seconds):.1f}" cy="{y(peak):.1f}" r="2"/>' for seconds, peak in self.points)
+        out.append(f'<g fill="var(--none)" opacity="0.6">{"".join(dots)}</g>')
+        points = " ".join(f"{x(seconds):.1f},{y(peak):.1f}" for seconds, peak in self.front)
         out.append(f'<polyline points="{points}" fill="none" stroke="var(--a0)" stroke-width="1.5"/>')
         for row in sorted(rows, key=lambda r: (r == self.best, r in letters)):
             best = row == self.best
             colour = "var(--a1)" if best else "var(--a0)" if row in letters else "var(--none)"
             radius = 6 if best else 4.5 if row in letters else 3
+            title = escape(_tooltip(row))
+            link = f'href="#plan-{self.rows.index(row)}"' if row in listed else ""
             out.append(
-                f'<circle cx="{x(row.seconds):.1f}" cy="{y(row.peak):.1f}" r="{radius}" fill="{colour}">'
-                f"<title>{escape(_tooltip(row))}</title></circle>"
+                f'<a {link} aria-label="{title}"><circle cx="{x(row.seconds):.1f}" '
+                f'cy="{y(row.peak):.1f}" r="{radius}" fill="{colour}"><title>{title}</title></circle></a>'
             )
             if row in letters:
                 out.append(_text(x(row.seconds) + 8, y(row.peak) - 6, letters[row], "start", "var(--ink)"))
         return "".join(out) + "</svg>"
 
     def terminal(self) -> Text:
-        """The plot as text: ``★`` the best, letters the Pareto front, ``·`` other candidates, ``─`` the usable memory.
+        """The plot as text: ``★`` the best, letters and a line for the Pareto front, ``·`` other plans, ``─`` the usable memory.
 
         A letter whose cell has another label is drawn in the nearest cell without one.
         """
         rows = self.shown
         columns, lines = CELLS
-        x = Scale([r.seconds for r in rows], 0, columns - 1)
-        y = Scale([*(r.peak for r in rows), self.usable], lines - 1, 0, unit=GIB)
+        x = Scale([seconds for seconds, _ in self.points], 0, columns - 1)
+        y = Scale([*(peak for _, peak in self.points), self.usable], lines - 1, 0, unit=GIB)
+
+        def cell_of(cost: tuple[float, float]) -> tuple[int, int]:
+            return round(y(cost[1])), round(x(cost[0]))
+
         grid = [[(" ", "")] * columns for _ in range(lines)]
         at = round(y(self.usable))
         grid[at] = [("─", "red")] * columns
+        for (line, begin), (bottom, end) in itertools.pairwise(map(cell_of, self.front)):
+            for column in range(begin, end + 1):
+                grid[line][column] = ("┄", "blue")
+            for below in range(line + 1, bottom + 1):
+                grid[below][end] = ("┆", "blue")
+        for line, column in map(cell_of, self.points):
+            grid[line][column] = ("·", "dim")
         letters = self.letters
         labelled: set[tuple[int, int]] = set()
-        for row in sorted(rows, key=lambda r: (r != self.best, r not in letters)):
-            cell = round(y(row.peak)), round(x(row.seconds))
+        for row in sorted(rows, key=lambda r: r != self.best):
             label = "★" if row == self.best else letters.get(row)
             if label is not None:
-                line, column = cell = _nearest_free(cell, labelled)
+                line, column = cell = _nearest_free(cell_of(row.cost), labelled)
                 labelled.add(cell)
                 grid[line][column] = (label, "bold" if row == self.best else "blue")
-            elif cell not in labelled:
-                grid[cell[0]][cell[1]] = ("·", "dim")
         left = {round(y(v)): format_memory(v) for v in y.ticks(4)} | {at: format_memory(self.usable)}
+        width = max(9, *map(len, left.values()))
         text = Text(no_wrap=True)
         for k, cells in enumerate(grid):
-            text.append(f"{left.get(k, ''):>9} │", "dim")
+            text.append(f"{left.get(k, ''):>{width}} │", "dim")
             for mark, style in cells:
                 text.append(mark, style)
             text.append("\n")
-        text.append(f"{'':>9} └{'─' * columns}\n", "dim")
-        text.append(f"{'':>11}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time\n", "dim")
-        front = [("A", "blue"), (" Pareto front  ", "dim")] if letters else []
+        text.append(f"{'':>{width}} └{'─' * columns}\n", "dim")
+        text.append(f"{'':>{width + 2}}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time\n", "dim")
+        front = [("A┄", "blue"), (" Pareto front  ", "dim")] if letters else []
         chosen = [
             ("★", "bold"),
             (f" {letters[self.best]}" if self.best in letters else "", "blue"),
             (" chosen  ", "dim"),
         ]
-        legend = [*chosen, *front, ("· others  ", "dim"), ("─", "red"), (" usable memory", "dim")]
-        return text.append_text(Text.assemble(" " * 11, *legend))
+        legend = [*chosen, *front, ("· other plans  ", "dim"), ("─", "red"), (" usable memory", "dim")]
+        return text.append_text(Text.assemble(" " * (width + 2), *legend))
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--dim)") -> str:

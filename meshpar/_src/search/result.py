@@ -25,7 +25,7 @@ from ..report.diff import longer_parts
 from ..report.document import Document
 from ..report.facts import calibration_text
 from ..report.hints import memory_hints
-from ..report.tables import Cell, Table, number
+from ..report.tables import Cell, Table, hanging, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
 from .row import Objective, Row
@@ -33,7 +33,7 @@ from .row import Objective, Row
 MAX_TERMINAL_ROWS = 8
 """Candidates that the terminal lists, besides the known schemes and those with a letter in the plot."""
 MAX_PAGE_ROWS = 40
-CONVERGED = "no candidate near the best is better"
+CONVERGED = "no further change of the best layout improves it"
 """Why a search ended that no limit ended."""
 
 
@@ -52,6 +52,8 @@ class Search(Document):
       stages: whether a pipeline pays, as text: the best step with stages and without, and the numbers of stages that a limit left
         untried; "" for a program without a loop over layers inside of a loop over microbatches, or whose stacked dim may not be
         split.
+      illegal: number of candidates that have no plan.
+      points: (step time, peak memory) of each plan.
     """
 
     topology: str
@@ -65,6 +67,8 @@ class Search(Document):
     usable: float
     _bases: dict[str, Plan] = field(repr=False)
     stages: str = ""
+    illegal: int = 0
+    points: tuple[tuple[float, float], ...] = field(default=(), repr=False)
 
     @property
     def fits(self) -> bool:
@@ -135,7 +139,7 @@ class Search(Document):
 
     def to_json(self) -> str:
         """The best candidate, all rows and the options of the search as JSON."""
-        own = ("topology", "objective", "memory_fraction", "fits", "larger", "planned", "ended", "refused", "stages")
+        own = "topology objective memory_fraction fits larger planned illegal ended refused stages".split()
         rows = {"best": asdict(self.best), "rows": [asdict(r) for r in self.rows]}
         return json.dumps(
             {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration, **rows}
@@ -146,7 +150,7 @@ class Search(Document):
 
     @property
     def _picture(self) -> Picture:
-        return Picture(self.rows, self.best, self.usable)
+        return Picture(self.rows, self.best, self.usable, self.points)
 
     @property
     def _styles(self) -> AxisColours:
@@ -161,20 +165,47 @@ class Search(Document):
 
     def _table(self, rows: Iterable[Row]) -> Table:
         """The table of candidates: time, peak memory, bytes sent, mesh and layout."""
-        cells, styles = [], self._styles
+        cells, styles, ids = [], self._styles, []
         for row in rows:
-            fits = "" if row.fits else "does not fit"
-            marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled, fits]))
+            ids.append(f'id="plan-{self.rows.index(row)}"')
+            marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled]))
+            why = self._why_not(row)
             layout = row.layout or "(nothing sharded)"
-            where = f"<code>{escape(row.mesh)}</code> {escape(marks)}<br><code>{escape(layout)}</code>"
-            shown = Text.assemble(styles.mesh(row.mesh), f"  {marks}\n", styles.layout(layout))
+            where = f"<code>{escape(row.mesh)}</code> {escape(marks)} <i>{why}</i><br><code>{escape(layout)}</code>"
+            parts = [styles.mesh(row.mesh), *filter(None, [marks, why and (why, "yellow" if row.fits else "red")])]
+            shown = Text("  ").join(Text.assemble(part) for part in parts).append("\n").append(styles.layout(layout))
             peak = format_memory(row.peak)
             seconds = number(format_seconds(row.seconds), row.seconds)
             memory = Cell(peak, row.peak, terminal=Text(peak, "" if row.fits else "red"))
             sent = number(format_bytes(row.sent), row.sent, css="more")
+            mfu = number(f"{100 * row.mfu:.0f} %", row.mfu, css="more")
             choice = Cell(shown.plain, markup=where, terminal=shown)
-            cells.append([Cell(self._picture.mark(row)), seconds, memory, sent, choice])
-        return Table([("", ""), ("step", "n"), ("peak", "n"), ("sends", "n more"), ("mesh, layout", "")], cells)
+            cells.append([Cell(self._picture.mark(row)), seconds, mfu, memory, sent, choice])
+        columns = [("", ""), ("step", "n"), ("MFU", "n more"), ("peak", "n"), ("sends", "n more")]
+        return Table([*columns, ("mesh, why it is not chosen, layout", "")], cells, attributes=ids)
+
+    def _why_not(self, row: Row) -> str:
+        """Why a candidate is not chosen, where its step time does not say it; "" for the best."""
+        best = self.best
+        if row == best:
+            return ""
+        if not row.fits:
+            return f"too large by {format_memory(row.peak - self.usable)}"
+        rules, own = set(Layout(row.layout).rules), set(Layout(best.layout).rules)
+        if rules == own and parse_mesh(row.mesh) == parse_mesh(best.mesh):
+            return "another order of the axes: other places on the torus"
+        as_fast = self.objective == "time" and row.seconds <= best.seconds
+        return row.undivided or ("as fast, but less simple" if as_fast else "")
+
+    @property
+    def _speedup(self) -> str:
+        """How much shorter the best step is than under FSDP, the default layout; "" where that was not planned."""
+        default = next((row for row in self.rows if row.name == "fsdp"), None)
+        if default is None or default == self.best:
+            return ""
+        why = "; ".join(filter(None, [default.undivided, "" if default.fits else "it does not fit"]))
+        default_is = f"{format_seconds(default.seconds)} on {default.mesh}{why and f': {why}'}"
+        return f"{default.seconds / self.best.seconds:.3g} × as fast as the default layout, fsdp ({default_is})"
 
     def _idle(self, rows: Iterable[Row]) -> str:
         """The explanation of an axis called ``idle``, if some of these candidates have one, else ""."""
@@ -191,17 +222,17 @@ class Search(Document):
         stages = f" {escape(self.stages[:1].upper() + self.stages[1:])}." if self.stages else ""
         return (
             f"<h1>search on {escape(self.topology)}{verdict}</h1>"
-            f'<p class="dim">{self._count}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.'
+            f'<p class="dim">{escape(self._count)}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.'
             f"{stages}</p>"
             f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
-            f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
+            f"sends {format_bytes(best.sent)}</p>{self._picture.drawing(rows)}"
             f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
         )
 
     def __rich__(self) -> Any:
         """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and
         errors."""
-        head = Text.assemble(("search", "bold"), f"  {self._count} on {self.topology}; {self.ended}{self._calibrated}")
+        head = Text.assemble(("search", "bold"), f"  {self.topology}: {self._count}; {self.ended}{self._calibrated}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS)
@@ -211,12 +242,13 @@ class Search(Document):
             "layout": styles.layout(best.layout),
             "lowering": Text(best.lowering),
             "with": Text(more),
+            "step": Text(
+                f"{format_seconds(best.seconds)}, MFU {100 * best.mfu:.0f} %, {format_memory(best.peak)} of the "
+                f"{format_memory(self.usable)} usable{self._speedup and f'; {self._speedup}'}"
+            ),
         }
-        choice = Text("\n").join(
-            Text.assemble((f"{name:<6}", "bold"), "  ", text) for name, text in lines.items() if text
-        )
-        if self.stages:
-            choice = Text("\n").join([choice, Text(self.stages, "dim")])
+        lines[""] = Text(self.stages)
+        choice = hanging([(Text(name, "bold"), text) for name, text in lines.items() if text])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
@@ -279,7 +311,12 @@ class Search(Document):
 
     @property
     def _count(self) -> str:
-        return f"{self.planned} plan{'s' * (self.planned != 1)}"
+        """How many candidates were planned, and what became of them."""
+        fit = sum(peak <= self.usable for _, peak in self.points)
+        large, early = len(self.points) - fit, self.planned - len(self.points) - self.illegal
+        kinds = {"fit": fit, "too large": large, "not legal": self.illegal, "stopped early, sending too much": early}
+        found = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n)
+        return f"{self.planned} plan{'s' * (self.planned != 1)} ({found})"
 
     @property
     def _base(self) -> Plan:

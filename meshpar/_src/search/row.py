@@ -25,6 +25,8 @@ class Row:
       variant: name of the program, ``"remat=full, overlap=xla"``; "" if there is only one program.
       schedule, gather: of its pipelines, text for :func:`meshpar.jit`; "" for a candidate without stages.
       compiled: summary of the compiled program; "" if it was not compiled.
+      mfu: its model FLOP utilisation.
+      undivided: the first dim of an argument that an optional rule does not divide, ``"batch of 32 is not divisible by 256"``; "".
     """
 
     mesh: str
@@ -40,6 +42,8 @@ class Row:
     lowering: str = "shard_map"
     schedule: str = ""
     gather: str = ""
+    mfu: float = 0.0
+    undivided: str = ""
 
     @property
     def cost(self) -> tuple[float, float]:
@@ -60,3 +64,9 @@ class Row:
     def uses(self) -> int:
         """Number of axes in the rules of the layout, each counted once in each rule."""
         return sum(len(r.axes) for r in Layout(self.layout).rules)
+
+    def rank(self, objective: Objective) -> tuple[int, float, float]:
+        """Sort key, best first: candidates that fit, by the objective; then the others, by their peak."""
+        if not self.fits:
+            return (1, self.peak, self.seconds)
+        return (0, self.seconds, self.peak) if objective == "time" else (0, self.peak, self.seconds)

@@ -41,11 +41,7 @@ class Candidate:
 
 
 def search_result(
-    searched: Sequence[Evaluation],
-    ended: str,
-    compiled: Compile | None,
-    refused: Sequence[str],
-    stages: str = "",
+    searched: Sequence[Evaluation], ended: str, compiled: Compile | None, refused: Sequence[str], stages: str = ""
 ) -> Search:
     """The result of a search: the chosen candidate first, then the others by rank.
 
@@ -79,6 +75,8 @@ def search_result(
         usable=first.usable,
         _bases={evaluation.variant: evaluation.base for evaluation in reversed(searched)},
         stages=stages,
+        illegal=sum(len(evaluation.errors) for evaluation in searched),
+        points=tuple(row.cost for evaluation in searched for row in evaluation.planned_rows),
     )
 
 
@@ -234,7 +232,7 @@ def without_marks(evaluation: Evaluation, point: Point) -> tuple[Rule, ...]:
         """The rules without the marks of those at the positions ``at``; None: not the same candidate."""
         new = tuple(replace(r, optional=False) if k in at else r for k, r in enumerate(rules))
         other = replace(point, rules=new)
-        return new if evaluation.equal_cost(point, other) and evaluation.is_legal(other) else None
+        return new if evaluation.equal_cost(point, other) and evaluation.legal_plan(other) else None
 
     marked = [k for k, r in enumerate(point.rules) if k >= len(evaluation.space.fixed) and r.optional]
     rules = plain(point.rules, marked)

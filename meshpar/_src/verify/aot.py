@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,9 +24,9 @@ from ..layout import AnyMesh
 from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
-from ..report.document import plain
-from ..report.facts import calibration_text, grouped
-from ..report.tables import Cell, Table
+from ..report.document import shown_text
+from ..report.facts import calibration_text, grouped, kernel_seconds
+from ..report.tables import Cell, PathText, Table, Wrapped, ratio
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
 from .compiler import FINAL, PARTITIONED
@@ -134,7 +134,7 @@ class Compiled:
         return sum(c.total_bytes for c in self.final_collectives)
 
     def __str__(self) -> str:
-        return plain(self)
+        return shown_text(self)
 
     def __rich__(self) -> Any:
         return _renderable(self)
@@ -251,55 +251,67 @@ MAX_ROWS = 16
 
 
 def _renderable(c: Compiled) -> Any:
-    """The report for rich: memory, cycles, collectives of the final program and bytes by kind after partitioning."""
-    m = c.memory
-    fits = f" of {format_memory(c.capacity)}" if c.capacity else ""
-    host = f"; {format_memory(m.host)} in the host's memory" if m.host else ""
+    """The report for rich: planned and compiled numbers, collectives of the final program, options, and what to know about both."""
+    m, exposed = c.memory, c.exposed if c.effort == "full" else None
     when = "from the cache; it took" if c.cached else "in"
-    made = f"  {c.name} for {c.topology}, {c.effort} effort, {when} {c.compile_seconds:.1f} s\n"
-    memory = (
-        f"    peak {format_memory(m.peak)}{fits} a device: arguments {format_memory(m.arguments)}, outputs "
-        f"{format_memory(m.outputs)} ({format_memory(m.aliased)} in place of arguments), temporaries "
-        f"{format_memory(m.temporaries)}, code {format_memory(m.code)}{host}"
+    head = Text.assemble(
+        ("compiled", "bold"), f"  {c.name} for {c.topology}, {c.effort} effort, {when} {c.compile_seconds:.1f} s"
     )
-    head = Text.assemble(("compiled", "bold"), made, ("memory", "bold"), memory)
-    if c.effort == "fast":
-        head.append(
-            "\n          (full effort may give another peak: 0 to 16 % higher for models of 7B to 50B, 20 % lower for one of 1B)\n"
-            'schedule  with effort="full" (--effort full): fast effort does not optimize kernels: they may take ten times as long',
-            style="dim",
-        )
-    else:
-        if c.cycles:
-            head.append("\ncycles", style="bold")
-            head.append(f"    {c.cycles:.4g} a step, by the compiler's estimate, without communication")
-        if c.exposed is not None:
-            compute, waits = c.exposed.compute, c.exposed.seconds
-            head.append("\nschedule", style="bold")
-            head.append(
-                f"  {format_seconds(compute + waits)} a step: {format_seconds(compute)} of computation, "
-                f"{format_seconds(waits)} of communication exposed"
-            )
-    parts: list[Any] = [head, Text(), _collectives_table(c)]
+    host = f"; {format_memory(m.host)} in the host's memory" if m.host else ""
+    memory = Text.assemble(
+        ("memory", "bold"),
+        f"    arguments {format_memory(m.arguments)}, outputs {format_memory(m.outputs)} ({format_memory(m.aliased)} in place of "
+        f"arguments), temporaries {format_memory(m.temporaries)}, code {format_memory(m.code)}{host}",
+    )
+    parts: list[Any] = [head, Text(), _comparison(c, exposed), Text(), Wrapped([memory], hang=10)]
+    if c.effort == "full" and c.cycles:
+        parts.append(Text.assemble(("cycles", "bold"), f"    {c.cycles:.4g} a step, without communication"))
+    parts += [Text(), _collectives_table(c)]
+    notes: list[tuple[str, str]] = []
     if c.collectives:
         kinds: dict[str, float] = {}
         for x in c.collectives:
             kinds[x.op] = kinds.get(x.op, 0.0) + x.total_bytes
         text = ", ".join(f"{op} {format_bytes(n)}" for op, n in sorted(kinds.items(), key=lambda k: -k[1]))
-        parts.append(Text(f"right after partitioning: {text}", style="dim"))
+        notes.append((f"right after partitioning: {text}", "dim"))
     if c.plan is not None:
-        for group, reason in c.plan.options.left_out:
-            parts.append(Text(f"options left out ({group.name}): {reason}", style="yellow"))
+        notes += [(f"options left out ({group.name}): {reason}", "yellow") for group, reason in c.plan.options.left_out]
         if c.plan.options.groups:
-            names = ", ".join(g.name for g in c.plan.options.groups)
-            parts.append(Text(f"compiler options: {names}", style="dim"))
-        time = time_of(c.plan)
-        step = f", {format_seconds(time.seconds)} a step" if time is not None else ""
-        text = f"planned: {format_bytes(c.plan.bytes_sent)} sent, peak {format_memory(memory_of(c.plan).peak)}{step}"
-        parts.append(Text(text, style="dim"))
-        if calibrated := calibration_text(c.plan):
-            parts.append(Text(calibrated, style="dim"))
-    return Group(*parts)
+            notes.append((f"compiler options: {', '.join(g.name for g in c.plan.options.groups)}", "dim"))
+        notes.append((calibration_text(c.plan), "dim"))
+    if c.effort == "fast":
+        notes.append((FAST, "dim"))
+    return Group(*parts, *(Wrapped([Text(text, style)], hang=4) for text, style in notes if text))
+
+
+FAST = (
+    'fast effort: --effort full (effort="full") may give another peak, 0 to 16 % higher for models of 7B to 50B and 20 % lower for '
+    "one of 1B, and a schedule with times: at fast effort kernels are not optimized, and may take ten times as long"
+)
+"""What to know about numbers of fast effort."""
+
+
+def _comparison(c: Compiled, exposed: Exposed | None) -> Any:
+    """The table of peak memory, bytes sent and, of a schedule at full effort, seconds: planned, compiled, and their ratio."""
+    plan, of = c.plan, f", of {format_memory(c.capacity)} on a device" if c.capacity else ""
+    time = None if plan is None else time_of(plan)
+    rows: list[tuple[str, Callable[[float], str], float | None, float | None]] = [
+        (f"peak memory{of}", format_memory, None if plan is None else memory_of(plan).peak, c.memory.peak),
+        ("sent in a step", format_bytes, None if plan is None else plan.bytes_sent, c.bytes_sent),
+    ]
+    if exposed is not None:
+        waits = None if time is None else time.seconds - kernel_seconds(time)
+        rows += [
+            ("step", format_seconds, time and time.seconds, exposed.compute + exposed.seconds),
+            ("  kernels", format_seconds, time and kernel_seconds(time), exposed.compute),
+            ("  communication not hidden", format_seconds, waits, exposed.seconds),
+        ]
+    elif time is not None:
+        rows.append(("step", format_seconds, time.seconds, None))
+    cells = []
+    for name, form, *both in rows:
+        cells.append([Cell(name), *(Cell("–" if x is None else form(x), x) for x in both), ratio(both[1], both[0])])
+    return Table([("", ""), ("planned", "n"), ("compiled", "n"), ("ratio", "n")], cells).terminal()
 
 
 def _collectives_table(c: Compiled) -> Any:
@@ -323,11 +335,14 @@ def _collectives_table(c: Compiled) -> Any:
     smaller = [x for g in groups[MAX_ROWS:] for x in g]
     if smaller:
         rows.append(("smaller ones", "", *sizes_of(smaller)[:2], "", "", ""))
-    columns = [("", ""), ("axes", ""), ("total", "n"), ("calls", "n"), ("per call", "n"), ("shape", ""), ("source", "")]
+    words, numbers = (("", "word"), ("axes", "word")), ((name, "n") for name in ("total", "calls", "per call"))
+    columns = [*words, *numbers, ("shape", ""), ("source", "")]
     title = f"each device sends {format_bytes(c.bytes_sent)} a step, in the final program"
-    return Table(columns, [[Cell(text) for text in row] for row in rows], title).terminal()
+    cells = [[*map(Cell, others), Cell(path, terminal=PathText(path))] for *others, path in rows]
+    return Table(columns, cells, title).terminal()
 
 
 def _short(source: str) -> str:
-    """A source line relative to the working directory or the folder of installed packages."""
+    """A source line without its function, relative to the working directory or the folder of installed packages."""
+    source = source.rpartition(" (")[0] or source
     return source.removeprefix(os.getcwd() + os.sep).rpartition(f"{os.sep}site-packages{os.sep}")[2]

@@ -19,7 +19,6 @@ Otherwise the op is wrong, and the error names its source line.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -27,12 +26,17 @@ from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding
+from rich.console import Group
+from rich.text import Text
 
 from ...errors import CheckError, DivisibilityError
 from ..layout import Layout
 from ..mesh import MeshSizes
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
+from ..progress import Counted
+from ..report.document import shown_text
+from ..report.tables import Wrapped, hanging
 from ..units import mesh_text
 from .localize import Localizer, Reference
 from .numbers import compiled, host, on_device, worst_of
@@ -69,6 +73,15 @@ class Row:
     rounding: float = 0.0
     rounding_path: str = ""
 
+    def cells(self) -> tuple[str, ...]:
+        """The mark, mesh, layout, lowering and difference of a line of the report."""
+        some = len(self.explained)
+        rounded = f", {some} of {self.leaves} leaves by rounding ({self.rounding:.1e})" if some else ""
+        place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
+        leaf = f"{self.difference:.1e} in {place}" if self.difference else "no difference"
+        mark = "✓" if self.error is None else "✗"
+        return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
+
 
 MAX_COMPONENTS = 3
 """Components of the path of a leaf in a line, the last ones."""
@@ -96,39 +109,42 @@ class Report:
         return bool(self.rows) and all(r.error is None for r in self.rows)
 
     def __str__(self) -> str:
+        return shown_text(self)
+
+    def __rich__(self) -> Any:
         """The result, a line per run, and the errors in full: ``✓ data=4  batch: data  1.2e-07 in nu/up``."""
         lowerings = len({r.lowering for r in self.rows}) > 1
-        cells = []
-        for r in self.rows:
-            rounded = f", {len(r.explained)} of {r.leaves} leaves by rounding ({r.rounding:.1e})" if r.explained else ""
-            place = "/".join(r.path.split("/")[-MAX_COMPONENTS:])
-            leaf = f"{r.difference:.1e} in {place}" if r.difference else "no difference"
-            mark = "✓" if r.error is None else "✗"
-            cells.append((mark, r.mesh, r.layout or UNSHARDED, r.lowering if lowerings else "", leaf + rounded))
+        cells = [(*cells[:3], cells[3] * lowerings, cells[4]) for cells in (r.cells() for r in self.rows)]
         cells += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)] if cells else []
-        rows = [[c.ljust(w) for c, w in zip(row, widths, strict=True) if w] for row in cells]
-        lines = [f"{mark} {'  '.join(row).rstrip()}" for mark, *row in rows]
+        kept = [k for k, column in enumerate(zip(*cells, strict=True)) if any(column)]
+        rows = [(_mark(f"{row[0]} {row[1]}"), *(Text(row[k]) for k in kept[2:])) for row in cells]
         bad = sum(r.error is not None for r in self.rows)
         runs = f"{'✗' if bad or not self.rows else '✓'} {len(self.rows) - bad} of {len(self.rows)} runs equal to the unsharded one"
-        head = f"{runs}, to {self.tolerance:g} of each leaf's largest value"
+        head, notes = f"{runs}, to {self.tolerance:g} of each leaf's largest value", []
         if any(r.explained for r in self.rows):
             head += ", or up to rounding"
             paths = list(dict.fromkeys(path for r in self.rows for path in r.explained))
             more = len(paths) - MAX_ROUNDING_PATHS
             shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + (f" and {more} more" if more > 0 else "")
             largest = max((r for r in self.rows if r.explained), key=lambda r: r.rounding)
-            for text in (
+            notes += [
                 "rounding: leaves that differ by more than the tolerance, but only by rounding, and their largest difference",
                 f"  {shown}; the largest difference is {largest.rounding:.1e}, of {largest.rounding_path}",
                 "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
                 "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
                 "  A leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
-            ):
-                lines += textwrap.wrap(text, 110, subsequent_indent="  ")
-        notes = [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
+            ]
+        notes += [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]
-        return "\n".join([head, *lines, *notes, *errors])
+        lines = [Wrapped([Text(note)], hang=2) for note in notes]
+        return Group(Wrapped([_mark(head)], hang=2), hanging(rows), *lines, *map(Text, errors))
+
+
+def _mark(text: str) -> Text:
+    """A text whose first character is ✓, green, ✗, red, or –."""
+    out = Text(text)
+    out.stylize({"✓": "green", "✗": "bold red"}.get(text[0], ""), 0, 1)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +191,10 @@ def check_layouts(
     for k, (layout, m) in enumerate(pairs):
         m = make_mesh(m) if isinstance(m, str | Mapping) else m
         for j, lowering in enumerate(lowerings):
-            run = f"run {k * len(lowerings) + j + 1} of {len(pairs) * len(lowerings)}"
             name = f"{mesh_text(m.shape)}: {layout or UNSHARDED}"
-            case.tell = lambda text, run=run, name=name: tell(f"{run}, {text}, {name}")
+            how = k * len(lowerings) + j, len(pairs) * len(lowerings), ["  ".join(r.cells()) for r in report.rows]
+            begin = f"run {how[0] + 1} of {how[1]}"
+            case.tell = lambda text, begin=begin, name=name, how=how: tell(Counted(f"{begin}, {text}, {name}", *how))
             case.tell("planning")
             try:
                 with subject(m, layout, lowering) as it:

@@ -21,7 +21,7 @@ from ..lower import LOWERINGS
 from ..passes import make_plan
 from ..plan.plan import Plan
 from ..plan.request import PlanRequest
-from ..program import Program, infer
+from ..program.infer import infer_like
 from ..program.jaxprs import flatten, with_eqns
 from ..rules import primitive
 from ..units import mesh_text
@@ -43,17 +43,6 @@ def with_all_values(flat: ClosedJaxpr) -> tuple[ClosedJaxpr, list[Var]]:
 def _on_one_device(eqn: JaxprEqn) -> JaxprEqn:
     """The op for one device: a sharding constraint becomes a copy."""
     return eqn.replace(primitive=primitives.copy_p, params={}) if eqn.primitive is sharding_constraint_p else eqn
-
-
-def _renamed(program: Program, flat: ClosedJaxpr, made: Sequence[Any]) -> Program:
-    """The flat program with all values as results, with the dims of the original program."""
-    ins, outs = program.inputs, program.outputs
-    annotations = [*(v.annotation for v in outs), *[None] * len(made)]
-    paths = [*(v.path or "" for v in outs), *(f"value {k}" for k in range(len(made)))]
-    twin = infer(flat, [v.annotation for v in ins], [v.path or "" for v in ins], annotations, paths)
-    for new, old in [*zip(twin.inputs, ins, strict=True), *zip(twin.outputs, outs, strict=False)]:
-        new.kind = new.kind or old.kind
-    return twin
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +89,7 @@ class Localizer:
         self.maker = {v: i for i, eqn in enumerate(self.eqns) for v in eqn.outvars}
         count = len(self.results)
 
-        self.program = _renamed(plan.program, everything, made)
+        self.program = infer_like(plan.program, everything)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", JoinWarning)  # the first plan has warned
             request = PlanRequest(

@@ -22,12 +22,13 @@ from ..cost.kernels import computation_of
 from ..cost.schedule import schedules
 from ..cost.time import time_of
 from ..hardware.collective_ops import collective_volume
+from ..iterables import grouped
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Loop
 from ..report.document import Document
 from ..report.facts import kernels_of
-from ..report.tables import Cell, Table, code, number
+from ..report.tables import Cell, Table, code, html_picture, number, ratio
 from ..units import format_seconds
 from .hlo import KINDS
 from .hlo_text import Instruction, Module, arrays, byte_size
@@ -35,6 +36,10 @@ from .trace import Event, ProgramTrace, read_trace
 
 MAX_ROWS = 24
 """Collectives that the terminal lists; pages list all."""
+MAX_BARS = 8
+"""Collectives that have bars."""
+MAX_RATIO = 1.1
+"""Of measured and planned seconds, above which a bar is red."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class PlanProfile(Document):
 
     def _html(self) -> str:
         tables = "".join(f"<h2>{escape(t.title)}</h2>{t.html(sortable=True)}" for t in _tables(self))
-        return f"<h1>Planned and measured</h1><p>{escape(self._head())}</p>{tables}"
+        return f"<h1>Planned and measured</h1><p>{escape(self._head())}</p>{_bars(self)}{tables}"
 
     def _head(self) -> str:
         devices = f"{self.devices} device{'s' * (self.devices != 1)}"
@@ -157,9 +162,7 @@ def names_of(plan: Plan, module: Module) -> dict[str, dict[str, float]]:
     Returns:
       Name of an instruction → name scope of a collective (:meth:`plan.plan.Plan.scope_name`) → its share of the bytes.
     """
-    planned: dict[str, list[Collective]] = {}
-    for c in plan.collectives:
-        planned.setdefault(plan.scope_name(c), []).append(c)
+    planned = grouped((plan.scope_name(c), c) for c in plan.collectives)
     out: dict[str, dict[str, float]] = {}
     for name, i in module.instructions.items():
         kind, op_name = _kind(i.opcode), i.op_name
@@ -320,6 +323,13 @@ def _span(events: Sequence[Event]) -> float:
 # -- as tables
 
 
+def _bars(p: PlanProfile) -> str:
+    """Planned and measured seconds as pairs of bars of one scale: of the step, of the loops, and of the longest collectives."""
+    every = (p.step, *p.loops, *p.collectives[:MAX_BARS])
+    rows = [(m.name, m.planned, m.measured) for m in every if m.planned and m.measured is not None]
+    return html_picture("drawPairs", "planned and measured seconds", {"rows": rows, "ratio": MAX_RATIO}) if rows else ""
+
+
 def _tables(p: PlanProfile) -> list[Table]:
     """The tables of a report; empty ones are left out."""
 
@@ -327,9 +337,8 @@ def _tables(p: PlanProfile) -> list[Table]:
         return number("–" if x is None else format_seconds(x), x or 0.0)
 
     def row(m: Measured) -> list[Cell]:
-        ratio = "" if m.ratio is None else f"{m.ratio:.2f}"
         calls = number("?" if m.runs is None else f"{m.runs}", m.runs or 0)
-        return [code(m.name), calls, seconds(m.planned), seconds(m.measured), number(ratio, m.ratio or 0.0)]
+        return [code(m.name), calls, seconds(m.planned), seconds(m.measured), ratio(m.measured, m.planned)]
 
     columns = [("", ""), ("calls a step", "n"), ("planned", "n"), ("measured", "n"), ("ratio", "n")]
     other = [[code(name), seconds(x)] for name, x in p.other]

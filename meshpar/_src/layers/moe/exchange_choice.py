@@ -1,6 +1,6 @@
 """How tokens and experts meet on a mesh: over which axes they are exchanged, by which strategy, with how large a buffer.
 
-To add a strategy or a kernel that copies rows, add an entry to :data:`STRATEGIES` or :data:`EXCHANGES`, its branch in the local
+To add a strategy or an exchange, add an entry to :data:`STRATEGIES` or a name to :data:`EXCHANGES`, its branch in the local
 function, sends and work of :mod:`layers.moe.experts`, and in ``meshpar_kernels.dispatch.expert_dispatch``.
 """
 
@@ -12,13 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from meshpar_kernels.dispatch.differentiable import KERNELS
+
 from .router_parts import refused
 
-EXCHANGES = {"padded": False, "pallas": True, "pallas_tpu": True, "pallas_gpu": True}
-"""Name of the all-to-all of the "a2a" strategy → whether a kernel makes it, which sends only the rows in use."""
-
-KERNELS = tuple(name for name, is_kernel in EXCHANGES.items() if is_kernel)
-"""The implementations that are kernels; every op of a mixture of experts with a kernel has the same names."""
+EXCHANGES = ("padded", *KERNELS)
+"""Names of :attr:`ExchangeSizes.exchange`: all rows of the buffers are sent, or, by a kernel, only the rows in use."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class ExchangeSizes:
       most_per_expert: the capacity of an expert over all devices, in rows; None: no capacity.
       slack: size of a buffer, relative to a balanced load; at least 1.
       distinct: the experts of a token are known to differ.
-      exchange: a key of :data:`EXCHANGES`; None: "padded".
+      exchange: one of :data:`EXCHANGES`; None: "padded".
     """
 
     token_axes: Sequence[str]
@@ -91,7 +90,7 @@ class ExchangeSizes:
     @property
     def only_rows_in_use(self) -> bool:
         """Whether "a2a" sends only the rows in use, not full buffers."""
-        return self.exchange is not None and EXCHANGES[self.exchange]
+        return self.exchange in KERNELS
 
     @property
     def can_gather_experts(self) -> bool:

@@ -17,12 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul
-from meshpar_kernels.grouped_matmul.reference import activate
+from meshpar_kernels.dispatch.differentiable import KERNELS
+from meshpar_kernels.grouped_matmul.activations import activate
 
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, ShardCounts
-from .exchange_choice import KERNELS, Exchange, ExchangeSizes, choose_exchange
+from .exchange_choice import Exchange, ExchangeSizes, choose_exchange
 
 
 def run_experts(

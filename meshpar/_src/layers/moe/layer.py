@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels.grouped_matmul.reference import ACTIVATIONS, activate
+from meshpar_kernels.dispatch.differentiable import KERNELS
+from meshpar_kernels.grouped_matmul.activations import ACTIVATIONS, activate
 
 from ...compat.jax import default_promotion
 from ...dims import did_you_mean
-from .exchange_choice import KERNELS
 from .experts import run_experts
 from .router_parts import Routing, capacity_of, refused
 from .routers import ROUTED_BY_KERNELS, ROUTERS

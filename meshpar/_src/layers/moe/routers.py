@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import route
+from meshpar_kernels.dispatch.differentiable import KERNELS
 
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
-from .exchange_choice import KERNELS
 from .router_parts import (
     Routing,
     balance_loss,

@@ -37,8 +37,7 @@ def candidate_dims(program: Program) -> list[tuple[Value, int]]:
 
 def _merged_or_split(op: Op) -> list[tuple[Value, int]]:
     """(value, dim) for the minor dims that a reshape merges into a dim or splits from one: b of ``[a, b] → [a·b]``."""
-    assert op.rule is not None
-    operand, result = op.rule.ins[0], op.rule.outs[0]
+    operand, result = op.factor_rule.ins[0], op.factor_rule.outs[0]
     minor = {f for factors in (*operand, *result) for f in factors[1:]}
     return [
         (value, d)

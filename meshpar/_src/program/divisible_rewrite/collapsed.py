@@ -22,7 +22,7 @@ def reshape(site: Site) -> bool:
 
     It is a view only if shards of the merged dims are not blocks of the result; else False.
     """
-    if site.is_literal(0) or len(site.op.ins) > 1 or site.transposes:
+    if len(site.op.ins) > 1 or site.transposes:
         return False
     view, shape = site.view(0), site.out_shape
     if isinstance(view, CollapsedView):

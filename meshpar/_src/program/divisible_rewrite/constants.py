@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from ...compat.jax import bind, literal_array
+from ...iterables import operands_first
 from ...rules import ELEMENTWISE
 from ...rules.local import plain_params
 from ..ir import Value
@@ -39,18 +40,8 @@ class Constants:
 
     def evaluate(self, value: Value) -> np.ndarray | None:
         """The elements of an integer or boolean value; None if it depends on an input, or is too large."""
-        pending = [value]
-        while pending:  # not recursive: a chain of ops may be longer than Python's stack
-            item = pending[-1]
-            unknown = [v for v in self._operands(item) if v not in self.known] if item not in self.known else []
-            if unknown:
-                pending += reversed(unknown)
-                continue
-            pending.pop()
-            if item in self.outer and item not in self.known:
-                self.known[item] = self.known[self.outer[item]]
-            elif item not in self.known:
-                self.known[item] = self._computed(item)
+        for item in operands_first(value, self._operands, self.known):
+            self.known[item] = self.known[self.outer[item]] if item in self.outer else self._computed(item)
         known = self.known[value]
         return known if known is None or isinstance(known, np.ndarray) else np.asarray(known)
 

@@ -75,7 +75,7 @@ def constant_scatter_add(site: Site) -> bool:
     Program: the gradient of a sequence in zigzag order.
     """
     d = _dim_of_rows(site)
-    if d is None or not site.is_zero(0) or site.is_literal(2):
+    if d is None or not site.is_zero(0):
         return False
     size, count, shards, view = site.shape(0)[d], site.shape(2)[d], site.shards(site.op.outs[0], d), site.indexed(2)
     table = None if shards == 1 and d not in view.indices else _constant_indices(site, d)

@@ -206,9 +206,6 @@ class Site:
         """The shape of the first result in the program."""
         return self.op.eqn.outvars[0].aval.shape
 
-    def is_literal(self, k: int) -> bool:
-        return isinstance(self.op.eqn.invars[k], Literal)
-
     def is_zero(self, k: int) -> bool:
         """Whether all elements of operand k are a constant zero; not for a negative zero."""
         constant = constant_of(self.rewriter.program, self.op, k)

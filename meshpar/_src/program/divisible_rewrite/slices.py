@@ -61,8 +61,6 @@ def define_indexed(
 
 def slice_(site: Site) -> bool:
     """Rewrite a slice; dims that are not split are sliced before the view is made."""
-    if site.is_literal(0):
-        return False
     p, shape = site.params, site.shape(0)
     limits = list(zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(shape), strict=True))
     tables = {d: np.arange(*limits[d]) for d, n in enumerate(shape) if limits[d] != (0, n, 1)}
@@ -75,8 +73,6 @@ def slice_(site: Site) -> bool:
 
 def split(site: Site) -> bool:
     """Rewrite a split to one view per part; a split into one part is an identity."""
-    if site.is_literal(0):
-        return False
     if len(site.op.outs) == 1:
         return site.define(0, representation(site.scope, site.op.eqn.invars[0]))
     d, copies = site.params["axis"], site.copies()
@@ -89,15 +85,13 @@ def split(site: Site) -> bool:
 
 def rev(site: Site) -> bool:
     """Rewrite a reversal; False unless all reversed dims are split."""
-    if site.is_literal(0):
-        return False
     tables = {d: np.arange(site.shape(0)[d])[::-1] for d in site.params["dimensions"]}
     return define_indexed(site, 0, tables, site.copies()(0))
 
 
 def pad(site: Site) -> bool:
     """Rewrite padding with a literal zero; False for other padding, and unless all padded dims are split."""
-    if site.is_literal(0) or not site.is_zero(1):
+    if not site.is_zero(1):
         return False
     tables = {}
     for d, (low, high, interior) in enumerate(site.params["padding_config"]):

@@ -17,6 +17,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ....errors import UnsupportedError
 from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, on_host, replace_body
+from ...dims import format_dims
+from ...iterables import grouped
 from ...layout import Rule
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
@@ -218,11 +220,8 @@ def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes:
 def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Program:
     """The program with some of its layer loops as pipelines."""
     loops = program.cached(layer_loops)
-    groups: dict[Op, list[_Split]] = {}
-    for split in found:
-        op = loops[split.index].op
-        around = microbatch_loop(op)
-        groups.setdefault(op if around is None else around, []).append(split)
+    ops = [loops[split.index].op for split in found]
+    groups = grouped((microbatch_loop(op) or op, split) for op, split in zip(ops, found, strict=True))
     replacements: dict[Op, Any] = {}
     pipelines = []
     for op, splits in groups.items():
@@ -230,7 +229,7 @@ def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Prog
         try:
             jaxpr, pipeline = _replacement(op, members, splits, schedule)
         except UnsupportedError as e:
-            raise _with_facts(e, program, members[0].dim, splits[0]) from e.__cause__
+            raise _with_facts(e, program, members[0], splits[0]) from e.__cause__
         replacements[op] = jaxpr
         pipelines += [] if op is members[0].op and not members[0].carries else [pipeline]
     closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
@@ -241,15 +240,15 @@ def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Prog
     return rewritten
 
 
-def _with_facts(error: UnsupportedError, program: Program, dim: str, split: _Split) -> UnsupportedError:
-    """The error with the first tensor that has the stacked dim, its dims, and the rule that splits it."""
+def _with_facts(error: UnsupportedError, program: Program, loop: LayerLoop, split: _Split) -> UnsupportedError:
+    """The error with the stacked dim of a loop, the rule that splits it, its line, and the first tensor that has the dim."""
+    dim, source = loop.dim, error.source or loop.op.source
+    facts: dict[str, Any] = {"dim": dim, "axis": "+".join(split.axes), "rule": split.rule(dim), "source": source}
     weight = next((v for v in program.inputs if v.shape and program.dim_name(v, 0) == dim), None)
-    tensor: dict[str, Any] = {}
     if weight is not None:
-        dims = " ".join(name or "_" for name in program.dims(weight))
-        tensor = {"path": weight.path, "shape": weight.shape, "dtype": weight.aval.dtype, "dims": dims}
-    where: dict[str, Any] = {"dim": dim, "axis": "+".join(split.axes), "rule": split.rule(dim), "source": error.source}
-    return UnsupportedError(error.headline, fixes=error.fixes, **where, **tensor)
+        dims = format_dims(program.dims(weight))
+        facts |= {"path": weight.path, "shape": weight.shape, "dtype": weight.aval.dtype, "dims": dims}
+    return UnsupportedError(error.headline, fixes=error.fixes, **facts)
 
 
 def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], schedule: str) -> tuple[Any, Pipeline]:
@@ -270,8 +269,6 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
         text = dict.fromkeys(f"`{s.rule(loop.dim)}`" for loop, s in zip(loops, splits, strict=True))
         raise UnsupportedError(
             f"a microbatch has loops over stacked layers with different stages: {', '.join(text)}",
-            dim=loop.dim,
-            source=loop.op.source,
             fixes=[
                 "split all stacks of a microbatch over the same axes, in the same number of rounds",
                 "or shard one of them only",
@@ -298,8 +295,6 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
                 raise UnsupportedError(
                     f'schedule="zb": the backward pass of `{loop.dim}` has no gradients of stacked weights that could be computed '
                     "later",
-                    dim=loop.dim,
-                    source=loop.op.source,
                     fixes=['schedule="1f1b"'],
                 )
             plan = replace(plan, order=order)
@@ -338,7 +333,6 @@ def _check(loop: LayerLoop, stages: int, rounds: int) -> None:
         raise UnsupportedError(
             f"the {length} layers of `{loop.dim}` cannot be divided into {stages} stages of {rounds} rounds: {parts} does not "
             f"divide {length}",
-            dim=loop.dim,
             source=loop.op.source,
             fixes=[
                 f"{length} layers in {stages} stages allow {_numbers(fits)} rounds",
@@ -353,7 +347,6 @@ def _check_microbatches(op: Op, loop: LayerLoop, schedule: Schedule) -> None:
     if schedule.rounds > 1 and m % k:
         raise UnsupportedError(
             f"{m} microbatches cannot pass {k} stages in {schedule.rounds} rounds: they enter in groups of {k}",
-            dim=loop.dim,
             source=op.source,
             fixes=[
                 f"make the number of microbatches a multiple of {k}: {_multiples(m, k)}",

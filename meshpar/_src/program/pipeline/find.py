@@ -34,9 +34,7 @@ class LayerLoop:
 
     def unsupported(self, headline: str, *fixes: str) -> UnsupportedError:
         """The error for layers that cannot be a pipeline; ``fixes``: besides a layout without the rule for their dim."""
-        return UnsupportedError(
-            headline, dim=self.dim, source=self.op.source, fixes=[*fixes, f"or do not shard `{self.dim}`"]
-        )
+        return UnsupportedError(headline, source=self.op.source, fixes=[*fixes, f"or do not shard `{self.dim}`"])
 
 
 def layer_loops(program: Program) -> list[LayerLoop]:

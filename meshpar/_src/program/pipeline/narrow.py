@@ -100,11 +100,9 @@ def _only_cast(loop: Op, position: int) -> Any:
     (frame,) = loop.frames
     value, dtypes = frame.ins()[position], set()
     for op in frame.walk():
-        if value not in op.ins or (
-            op.frames and not op.primitive.control_flow
-        ):  # the body of a call reads its operands
-            continue
-        dtypes.add(op.outs[0].aval.dtype if op.primitive.family == "cast" else None)
+        is_call = op.frames and not op.primitive.control_flow  # its body reads its operands
+        if value in op.ins and not is_call:
+            dtypes.add(op.outs[0].aval.dtype if op.primitive.family == "cast" else None)
     if len(dtypes) != 1 or None in dtypes or value in frame.outs():
         return None
     (dtype,) = dtypes

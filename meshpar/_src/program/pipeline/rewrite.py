@@ -91,19 +91,8 @@ class Ring:
     table: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Operands:
-    """The values that the loops over ticks only read.
-
-    Attributes:
-      known: the values that all microbatches have.
-      divided: the stacked operands of layer loops, divided into stages, of all layers or of all microbatches.
-      xs: the stacked operands of the microbatch loop.
-    """
-
-    known: Mapping[Any, Any]
-    divided: Mapping[Any, Any]
-    xs: Mapping[Any, Any]
+Operands = tuple[Mapping[Any, Any], Mapping[Any, Any], Mapping[Any, Any]]
+"""The values that the loops over ticks only read: ``known``, ``divided`` and ``xs`` of a :class:`_Tick`."""
 
 
 class TickLoops:
@@ -327,7 +316,7 @@ class TickLoops:
                         divided[v] = rename_dims_p.bind(parts, pairs=body.gathered[v], back=False)
                 elif v in xs and v not in divided:
                     divided[v] = stages.divided(xs[v], 1)
-        state, operands = self._first_state(inits), _Operands(known, divided, xs)
+        state, operands = self._first_state(inits), (known, divided, xs)
         results: dict[int, list[Any]] = {}
         for phase in self.phases:
             state, outs = self._run(phase, state, operands)
@@ -335,7 +324,7 @@ class TickLoops:
                 results.setdefault(k, []).append(out)
         return [self._result(k, out, inits, known, state, results) for k, out in enumerate(body.outs)]
 
-    def _run(self, phase: Phase, state: Any, operands: _Operands) -> tuple[Any, dict[int, Any]]:
+    def _run(self, phase: Phase, state: Any, operands: Operands) -> tuple[Any, dict[int, Any]]:
         """Run a phase: (the state after it, results that segments make, stacked over ticks)."""
 
         def run(state: Any, start: Any) -> tuple[Any, dict[int, Any]]:
@@ -344,7 +333,7 @@ class TickLoops:
             for part in phase.parts:
                 ticks = jnp.arange(part.start, part.stop, dtype=np.int32) + start
                 changed, rest = self._changed(state, [part])
-                changed, outs = lax.scan(_Tick(self, part, operands, rest), changed, ticks)
+                changed, outs = lax.scan(_Tick(self, part, rest, *operands), changed, ticks)
                 state = _merged(changed, rest)
                 for k, out in outs.items():
                     made.setdefault(k, []).append(out)
@@ -452,23 +441,26 @@ class _Tick:
     Attributes:
       loops: the loops over ticks.
       ticks: the first of the ticks that the body is for.
-      operands: the values that the ticks only read.
       rest: the state that the ticks do not change.
+      known: the values that all microbatches have.
+      divided: the stacked operands of layer loops, divided into stages, of all layers or of all microbatches.
+      xs: the stacked operands of the microbatch loop.
       state, tick: of the present call.
       env: the values that this tick has made.
     """
 
     loops: TickLoops
     ticks: range
-    operands: _Operands
     rest: State
+    known: Mapping[Any, Any]
+    divided: Mapping[Any, Any]
+    xs: Mapping[Any, Any]
     state: Any = None
     tick: Any = None
     env: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.body, self.schedule = self.loops.body, self.loops.schedule
-        self.known, self.divided, self.xs = self.operands.known, self.operands.divided, self.operands.xs
 
     def __call__(self, state: Any, tick: Any) -> tuple[Any, dict[int, Any]]:
         """The state after a tick, and the results that are stacked."""
@@ -711,7 +703,7 @@ class _Tick:
         if var in self.known:
             if stages.rounds == 1:
                 return self.divided[var]
-            # a layer has dims of its own: those of the layers' body have the rules of the old names as well
+            # a layer has dims of its own: dims of the layers' body have the rules of the old names as well
             renamed = tuple((new, f"{new}_layer") for _, new in self.body.gathered.get(var, ()))
             return RoundOfStack(self.divided[var], r * np.int32(stages.length), renamed)
         if var in self.xs:
@@ -765,17 +757,17 @@ def one_microbatch(eqn: Any, stages: Stages) -> Callable[..., list[Any]]:
         consts, inits, stacked = loop.split(args)
         stacks, shared = [stages.divided(x) for x in stacked], (False,) * len(consts)
         if not inits:  # no layer needs another one: all stages are active at once
-            made = [
-                stages.joined(stages.named(x, 1))
-                for x in run_slots([Slot(eqn, stages, consts, shared, [], stacks)])[0][1]
-            ]
+            with at_line_of(eqn):
+                ((_, rows, _),) = run_slots([Slot(eqn, stages, consts, shared, [], stacks)])
+            made = [stages.joined(stages.named(x, 1)) for x in rows]
             return [with_weak_type(x, v.aval.weak_type) for x, v in zip(made, eqn.outvars, strict=True)]
 
         def tick(state: Any, tick: Any) -> tuple[Any, None]:
             """Run one slot on all stages, and store the stacks of the active one."""
             sent, stored = state
             carries = [stages.entering(x, y, first) for x, y in zip(inits, sent, strict=True)]
-            ((done, made, _),) = run_slots([Slot(eqn, stages, consts, shared, carries, stacks)])
+            with at_line_of(eqn):
+                ((done, made, _),) = run_slots([Slot(eqn, stages, consts, shared, carries, stacks)])
             active = time.start + time.step * stages.index() == tick
             new = [jax.device_put(x, _DEVICE) if on_host(x) else x for x in made]  # conditions are in device memory
             stored = [stages.merged(active, x, old) for x, old in zip(new, stored, strict=True)]

@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from ....errors import UnsupportedError
 from ...compat.jax import body_consts, body_operands
 from ...compat.loops import loop_parts
+from ...iterables import grouped
 from ...rules import primitive
 from ..ir import Frame, Op
 from ..jaxprs import readers, renamed
@@ -144,9 +145,7 @@ def replaced(body: Body, loops: Sequence[Sequence[Any]], op: Op, sources: Sequen
       op: the loop over microbatches.
       sources: for each of these equations, the layer loop that it is from.
     """
-    at: dict[Place, list[Any]] = {}
-    for eqn in body.eqns:
-        at.setdefault(body.place(eqn.outvars[0]), []).append(eqn)
+    at = grouped((body.place(eqn.outvars[0]), eqn) for eqn in body.eqns)
     eqns = [*at.get(CONSTANT, ()), *at.get(INVARIANT, ())]
     for j in range(len(body.loops) + 1):
         eqns += [*at.get(Place(j), ()), *(loops[j] if j < len(loops) else ()), *at.get(stack_of(j), ())]

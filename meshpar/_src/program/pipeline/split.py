@@ -62,7 +62,7 @@ def _parts(eqn: JaxprEqn) -> tuple[Any, Any] | None:
     rest, cut = _cut(inner.eqns, first, rest, early, carried)
 
     kept = [k for k in range(len(inner.outvars)) if k not in second]
-    stacked = [Var(_stacked(v.aval, eqn.params["length"])) for v in cut]
+    stacked = [Var(v.aval.update(shape=(eqn.params["length"], *v.aval.shape), weak_type=False)) for v in cut]
     backward = inner.replace(eqns=first, outvars=[*(inner.outvars[k] for k in kept), *cut])
     results = [*(eqn.outvars[k] for k in kept), *stacked]
     one = _scan(eqn, ClosedJaxpr(backward, flat.consts), eqn.invars, results, len(parts.consts), carries)
@@ -110,10 +110,6 @@ def _cheap(eqn: JaxprEqn) -> bool:
 
 def _bytes(v: Any) -> int:
     return math.prod(v.aval.shape) * v.aval.dtype.itemsize
-
-
-def _stacked(aval: Any, length: int) -> Any:
-    return aval.update(shape=(length, *aval.shape), weak_type=False)
 
 
 def _scan(

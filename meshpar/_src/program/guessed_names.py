@@ -4,7 +4,7 @@ The inference knows which dims are the same (:mod:`program.names`), and :mod:`pr
 Each fact is a vote for a name: rows that integers of the batch look up are a ``vocab``, a dim that one matmul makes and the
 next one contracts is an ``mlp``. The vote with the largest weight decides.
 
-:func:`patterns_of` writes the names as the shortest patterns of ``dims=``.
+:func:`program.patterns.patterns_of` writes the names as the shortest patterns of ``dims=``.
 
 The known schemes have the same names (:mod:`meshpar.layouts`). A wrong name costs time, never a result: a layout does not change
 results.
@@ -16,7 +16,6 @@ import re
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
-from ..dims import path_matches
 from .dim_uses import DimClass, DimUses, Fact
 from .ir import Op, Program, Value
 from .names import NONE
@@ -64,14 +63,7 @@ VOTES: dict[Fact, tuple[str, float, str]] = {
     Fact.WINDOW: ("kernel", 3, "window of a convolution at {}"),
 }
 """Facts that are votes on their own; the others count together, in the functions below."""
-DECLARED = {
-    "heads": "heads",
-    "kv_heads": "kv_heads",
-    "head_dim": "head_dim",
-    "e0": "experts",
-    "mlp": "mlp",
-    "embed": "embed",
-}
+DECLARED = {**{name: name for name in ("heads", "kv_heads", "head_dim", "mlp", "embed")}, "e0": "experts"}
 """Names in the rules of kernels → names of dims."""
 POSITIONS = {1: ("seq",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 """Number of dims of data that no weight contracts, without the batch → their names."""
@@ -292,39 +284,3 @@ class _Namer:
         ranked = sorted((i for i, vote in enumerate(found) if vote), key=lambda i: (found[i].weight, i))  # type: ignore[union-attr]
         owner = {found[i].name: i for i in ranked}  # type: ignore[union-attr]
         return tuple(vote if vote and owner[vote.name] == i else None for i, vote in enumerate(found))
-
-
-# -- patterns
-
-
-def patterns_of(program: Program) -> dict[str, str]:
-    """The inferred names of a program as tree-path patterns → dims, as ``dims=`` takes them.
-
-    Each array has the shortest pattern whose matches all have its dims; optimizer state, which has the dims of its parameter, may
-    match as well.
-    """
-    texts = {path: " ".join(vote.name if vote else "_" for vote in dims) for path, dims in program.inferred.items()}
-    others = [v.path or "" for v in program.inputs if v.path not in texts and v.kind != "opt"]  # scalars, equal paths
-    by_end: defaultdict[str, set[str]] = defaultdict(set)
-    for path, text in texts.items():
-        for end in _ends(path):
-            by_end[end].add(text)
-    found: dict[str, str] = {}
-    covered: set[str] = set()
-    for path, text in texts.items():
-        if path in covered or not text.replace("_", "").strip():
-            continue
-        for pattern in (*(end for end in _ends(path) if by_end[end] == {text}), path):
-            matches = {p for p in texts if path_matches(pattern, p)}
-            only = not any(path_matches(pattern, p) for p in others)
-            if path in matches and only and all(texts[p] == text for p in matches):
-                found[pattern] = text
-                covered |= matches
-                break  # else the path has characters of a pattern, and its array has no name
-    return found
-
-
-def _ends(path: str) -> list[str]:
-    """``a/b_3/c`` → ``*/c``, ``*/b_*/c``, ``a/b_*/c``: the patterns of the last components, with ``*`` for numbers."""
-    parts = re.sub(r"\d+", "*", path).split("/")
-    return [*("/".join(("*", *parts[-k:])) for k in range(1, len(parts))), "/".join(parts)]

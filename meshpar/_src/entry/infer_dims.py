@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..program import Program
-from ..program.naming import patterns_of
+from ..program.patterns import patterns_of
 from .api import plan
 
 

@@ -5,47 +5,25 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ...errors import CheckError, CompilerError, MeshError, UnsupportedError
+from ...errors import MeshError, UnsupportedError
 from ..cost.time import time_of
-from ..global_arrays import place
 from ..hardware.calibration import EFFICIENCIES, JAXLIB, Calibration
 from ..hardware.chips import chip_of_kind
 from ..passes import replan
 from ..units import format_seconds, mesh_text
-from ..verify.check import Subject, check_subject
-from ..verify.numbers import Difference, host, worst_of
+from ..verify.check import Subject
+from .agreement import Candidate, compare, placed_arguments
 from .fit import fit
 from .result import CalibrationResult, CalibrationRow
 
 Clock = Callable[[], float]
 LISTED_BOUNDS, NOMINAL_BOUNDS = (0.02, 1.0), (1e-4, 1e4)
 """(Smallest, largest) fitted efficiency, of chips in the chip table, and of others, which have nominal peak rates."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A layout to measure.
-
-    Attributes:
-      layout: its text.
-      subject: the step under the layout, with its arguments.
-    """
-
-    layout: str
-    subject: Subject
-
-    @property
-    def name(self) -> str:
-        """The layout and the mesh, for messages."""
-        return f"`{self.layout or '(nothing split)'}` on {mesh_text(self.subject.plan.sizes)}"
 
 
 def calibrate(
@@ -75,7 +53,7 @@ def calibrate(
         raise UnsupportedError(
             f"the devices are of several kinds, {', '.join(sorted(kinds))}", fixes=["a mesh of one kind"]
         )
-    _compare(candidates, tolerance, tell)
+    compare(candidates, tolerance, tell)
     times: list[list[float]] = [[] for _ in candidates]
     run = 0
     for r in range(rounds):
@@ -88,92 +66,19 @@ def calibrate(
     return _result(candidates, times, rounds, tell)
 
 
-def _placed(subject: Subject) -> list[Any]:
-    """The arguments with the shardings of the program; donated ones are copied."""
-    donated, out = subject.plan.donated, []
-    for k, (x, sharding) in enumerate(zip(subject.arrays, subject.shardings, strict=True)):
-        if isinstance(x, jax.Array | np.ndarray):
-            x = place(x, sharding)
-            x = jnp.copy(x) if k in donated else x
-        out.append(x)
-    return jax.block_until_ready(out)
-
-
 def _once(subject: Subject, clock: Clock) -> float:
     """Seconds of one step with placed arguments: of the second of two steps, as caches may be cold in the first."""
     seconds = 0.0
-    placed = _placed(subject)
+    placed = placed_arguments(subject)
     for repeated in (False, True):
         if repeated and subject.plan.donated:
             del placed
-            placed = _placed(subject)
+            placed = placed_arguments(subject)
         start = clock()
         out = jax.block_until_ready(subject.sharded(placed))
         seconds = clock() - start
         del out
     return seconds
-
-
-def _compare(candidates: Sequence[Candidate], tolerance: float, tell: Callable[[str], None]) -> None:
-    """Compile and run every layout once, and compare its results with the first layout's; returns nothing if
-    they agree.
-
-    Args:
-      candidates: the layouts to measure, each with its compiled step.
-      tolerance: allowed difference of a result, relative to its largest absolute value.
-      tell: receives a progress text before each compilation.
-
-    Raises:
-      CheckError: results differ by more than rounding.
-      CompilerError: a layout does not compile, or does not fit into memory.
-    """
-    first: list[np.ndarray] = []
-    for candidate in candidates:
-        tell(f"compiling {candidate.name}")
-        subject = candidate.subject
-        try:
-            outs = jax.block_until_ready(subject.sharded(_placed(subject)))
-        except jax.errors.JaxRuntimeError as e:
-            fix = "a smaller batch, or a layout that splits more"
-            raise CompilerError(f"{candidate.name} does not run: {str(e).splitlines()[0]}", fixes=[fix]) from e
-        if not first:
-            first = [host(x) for x in outs]
-            continue
-        differences = [worst_of(a, b, tolerance) for a, b in zip(outs, first, strict=True)]
-        differ = {subject.plan.outputs[k].path: d for k, d in enumerate(differences) if not d.ok}
-        if differ:
-            _check_rounding(candidates[0], candidate, differ, tolerance)
-
-
-def _check_rounding(first: Candidate, other: Candidate, differ: Mapping[str, Difference], tolerance: float) -> None:
-    """Compare two layouts whose results differ with the unsharded run; returns nothing if rounding explains every
-    difference.
-
-    Args:
-      differ: path of a result → its difference.
-      tolerance: allowed difference of a result, relative to its largest absolute value.
-
-    Raises:
-      CheckError: rounding does not explain a difference.
-    """
-    path, worst = max(differ.items(), key=lambda d: d[1].relative)
-    failure = CheckError(
-        f"{path}: {other.name} gives other numbers than {first.name}: the largest difference is {worst.relative:.2g} of the "
-        f"largest value, and {worst.allowed:.2g} is allowed",
-        path=path,
-        fixes=["mp.check(step, …, layouts=…) says which op differs", "a step must give the same numbers in every run"],
-    )
-    explained: set[str] = set()
-    for each in (first, other):
-        try:
-            row = check_subject(each.subject, tolerance)
-        except jax.errors.JaxRuntimeError:  # the step does not fit on one device
-            raise failure from None
-        if row.error is not None:
-            raise row.error from failure
-        explained.update(row.explained)
-    if any(path not in explained and d.relative > 2 * d.allowed for path, d in differ.items()):
-        raise failure
 
 
 def _result(

@@ -1,0 +1,42 @@
+"""Inferred names as tree-path patterns: the shortest patterns of ``dims=`` that give every argument its names."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from ..dims import path_matches
+from .ir import Program
+
+
+def patterns_of(program: Program) -> dict[str, str]:
+    """The inferred names of a program as tree-path patterns → dims, as ``dims=`` takes them.
+
+    Each array has the shortest pattern whose matches all have its dims; optimizer state, which has the dims of its parameter, may
+    match as well.
+    """
+    texts = {path: " ".join(vote.name if vote else "_" for vote in dims) for path, dims in program.inferred.items()}
+    others = [v.path or "" for v in program.inputs if v.path not in texts and v.kind != "opt"]  # scalars, equal paths
+    by_end: defaultdict[str, set[str]] = defaultdict(set)
+    for path, text in texts.items():
+        for end in _ends(path):
+            by_end[end].add(text)
+    found: dict[str, str] = {}
+    covered: set[str] = set()
+    for path, text in texts.items():
+        if path in covered or not text.replace("_", "").strip():
+            continue
+        for pattern in (*(end for end in _ends(path) if by_end[end] == {text}), path):
+            matches = {p for p in texts if path_matches(pattern, p)}
+            only = not any(path_matches(pattern, p) for p in others)
+            if path in matches and only and all(texts[p] == text for p in matches):
+                found[pattern] = text
+                covered |= matches
+                break  # else the path has characters of a pattern, and its array has no name
+    return found
+
+
+def _ends(path: str) -> list[str]:
+    """``a/b_3/c`` → ``*/c``, ``*/b_*/c``, ``a/b_*/c``: the patterns of the last components, with ``*`` for numbers."""
+    parts = re.sub(r"\d+", "*", path).split("/")
+    return [*("/".join(("*", *parts[-k:])) for k in range(1, len(parts))), "/".join(parts)]
