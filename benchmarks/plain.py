@@ -27,6 +27,7 @@ import optax
 from tables import Table
 
 import meshpar as mp
+from meshpar._src.cost.memory import memory_of
 from meshpar._src.verify.hlo import estimate, walk
 from meshpar._src.verify.hlo_text import parse
 
@@ -369,7 +370,7 @@ def result(case: Case, lowering: Any, effort: Any = "full") -> Result:
     e = c.exposed
     assert e is not None
     assert c.plan is not None
-    planned = c.plan.seconds, c.plan.bytes_sent, c.plan.memory.peak
+    planned = c.plan.seconds, c.plan.bytes_sent, memory_of(c.plan).peak
     return Result(e.schedule, e.seconds, c.bytes_sent, c.memory.peak, *planned, kernels(c.as_text()))
 
 

@@ -1,5 +1,5 @@
 """Makes the pictures of the README and the docs: examples/poster.png, two layouts side by side, also in dark;
-examples/plan.png, the top of a plan's page; and examples/lab.png, the lab.
+examples/plan.png, the top of a plan's page; examples/layer.png, a layer of this plan, also in dark; and examples/lab.png, the lab.
 
     python examples/pictures.py            # needs Chromium or Chrome (CHROMIUM=google-chrome)
     python examples/pictures.py --check    # exit status 1 if a plan's numbers differ from its picture
@@ -34,6 +34,7 @@ class Picture:
       lab: whether it shows the lab instead of a plan's page.
       left: the words of another plan, which is shown at the left of this one.
       dark: whether the page prefers dark colours.
+      section: the id of the section of the page that is shown alone; "": the page.
     """
 
     words: tuple[str, ...]
@@ -41,6 +42,7 @@ class Picture:
     lab: bool = False
     left: tuple[str, ...] = ()
     dark: bool = False
+    section: str = ""
 
 
 SMALL_BATCH = ("examples/llama.py:llama3_8b", "--topology", "v5e:16x16", "--set", "batch=32")
@@ -56,16 +58,25 @@ POSTER = Picture(
     ),
 )  # fmt: skip
 """The result of a search; at its left FSDP and tensor parallelism by hand."""
+PLAN = Picture(
+    (
+        "examples/llama.py:llama3_8b",
+        "--topology",
+        "v5p:4x4x8",
+        "--mesh",
+        "data=32, model=4",
+        "--layout",
+        "batch: data; heads, kv_heads?, mlp, vocab: model; embed: data; seq: model",
+    ),
+    (1100, 1190),
+)
+LAYER = replace(PLAN, size=(1180, 660), section="layer")
 PICTURES = {
     "poster.png": POSTER,
     "poster-dark.png": replace(POSTER, dark=True),
-    "plan.png": Picture(
-        (
-            "examples/llama.py:llama3_8b", "--topology", "v5p:4x4x8", "--mesh", "data=32, model=4", "--layout",
-            "batch: data; heads, kv_heads?, mlp, vocab: model; embed: data; seq: model",
-        ),
-        (1100, 1190),
-    ),
+    "plan.png": PLAN,
+    "layer.png": LAYER,
+    "layer-dark.png": replace(LAYER, dark=True),
     "lab.png": Picture(
         (
             *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "fsdp+tensor+sequence",
@@ -78,6 +89,7 @@ PICTURES = {
 
 PLANS = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.left}
 """Plan of a picture → its words on the command line."""
+ALONE = "main > :not(#{0}), #{0} > :not(div) {{ display: none }} .mp.mp.page {{ padding: 8px 16px }}"
 SIDE_BY_SIDE = "body { margin: 0; display: flex } iframe { width: 50%; height: 700px; border: 0 }"
 
 
@@ -110,6 +122,9 @@ def draw(name: str, picture: Picture) -> None:
                 pages.append(Path(folder) / f"plan{len(pages)}.html")
                 to = meshpar("plan", *words, "--html", str(pages[-1]))
                 subprocess.run(to, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent)
+            if picture.section:
+                text = pages[-1].read_text()
+                pages[-1].write_text(text.replace("</style>", f"{ALONE.format(picture.section)}</style>", 1))
             if picture.left:
                 frames = "".join(f'<iframe src="{page.name}"></iframe>' for page in pages)
                 pages.append(Path(folder) / "both.html")

@@ -164,6 +164,29 @@ class Plan(record.Plan, report.Document):
         transfers, memory, time, decoding, options, joins, notes, unnamed dims."""
         return report.plan_json(self)
 
+    def show(self, pattern: str = "*") -> None:
+        """Print how arguments are sharded: a grid of the shards of each, with the devices that store them.
+
+        Devices are numbered in the order of the mesh. Lines between shards have the colour of the axis that shards the dim.
+
+        Args:
+          pattern: of paths in the tree of arguments, ``"*/up"``, as in ``dims=``.
+
+        Raises:
+          PatternError: the pattern matches no argument.
+
+        Example:
+          >>> plan = mp.plan(train_step, params, x, mesh=mesh, layout="batch: data; mlp: model", dims=dims)
+          >>> plan.show("*/up")
+          params/up  float32[64, 256]  embed mlp:model
+          2 shards of float32[64, 128] on 4 devices each, 32.0 KiB a device
+                    mlp:model 2 × 128
+                   ┌─────────┬─────────┐
+          embed 64 │ 0 2 4 6 │ 1 3 5 7 │
+                   └─────────┴─────────┘
+        """
+        print(report.shown_text(report.shards_renderable(self, pattern)))
+
     def steps_text(self) -> str:
         """The program that every device runs as text, a line for each step: results, operands, the axes of their dims, your line.
 

@@ -96,7 +96,7 @@ def _terminal(title: str, console: Console) -> Iterator[Say]:
             yield self.make_tasks_table(self.tasks)
 
     plain = parts.SpinnerColumn(), parts.TimeElapsedColumn(), text
-    counted = parts.BarColumn(20), parts.MofNCompleteColumn(), parts.TimeRemainingColumn(compact=True)
+    counted = parts.BarColumn(12), parts.MofNCompleteColumn(), parts.TimeRemainingColumn(compact=True)
     with Bar(*plain, console=console, transient=True, expand=True, redirect_stdout=False) as bar:
         task = bar.add_task(title, total=None)
 

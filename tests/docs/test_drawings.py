@@ -9,9 +9,26 @@ def test_a_stored_drawing_is_current(name):
     assert (drawings.FOLDER / name).read_text() == drawings.DRAWINGS[name]()
 
 
-def test_a_sharded_tensor_has_one_rectangle_for_each_distinct_shard():
+def test_a_sharded_tensor_has_the_devices_of_each_distinct_shard_and_lines_between_shards():
     import meshpar as mp
 
     lines = drawings.tensor("embed mlp", (16, 32), mp.Layout("embed: data"), 0, 0, 5)
-    assert [line.split(">")[1].split("<")[0] for line in lines if '#ffffff">' in line] == ["0 1", "2 3", "4 5", "6 7"]
-    assert sum(line.startswith("<rect") for line in lines) == 4
+    texts = [line.split(">")[1].split("<")[0] for line in lines if line.startswith("<text")]
+    assert texts[2:] == ["0 1", "2 3", "4 5", "6 7"]
+    assert [line.count(f'stroke="{drawings.colour(["data"])}"') for line in lines if "<path" in line] == [1, 1, 1]
+
+
+def test_the_collectives_of_a_scheme_are_those_of_its_plan():
+    """In the literature FSDP gathers weights and scatters gradients, Megatron reduces activations, and sequence parallelism
+    gathers and scatters them."""
+    want = {
+        "data": ["all-reduce gradients"],
+        "zero1": ["reduce-scatter gradients", "all-gather weights"],
+        "fsdp": ["all-gather weights", "reduce-scatter gradients"],
+        "megatron": ["all-reduce activations", "all-reduce gradients"],
+        "sequence": ["all-gather activations", "reduce-scatter activations"],
+        "pipeline": ["collective-permute activations"],
+    }
+    for name, collectives in want.items():
+        text = drawings.scheme_drawing(name)
+        assert [c for c in collectives if f">{c}<" not in text] == []

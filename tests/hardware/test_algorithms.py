@@ -1,6 +1,7 @@
 """Collective algorithms: the chosen one (fewest bytes, then least time), bytes of its stages, emitted collectives."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +88,47 @@ def test_rates_reach_the_kernels_in_gigabytes_a_second():
 def test_bytes_between_slices_follow_the_order_of_the_phases(name, sent, crossing):
     """A staged reduce-scatter has all 256 bytes at the major stage; the others reduce within the slices first."""
     op = "collective-permute" if name == "ring" else "reduce-scatter"
-    assert ALGORITHMS[name].dcn_bytes(op, sent, [Stage(2, "slice"), X, Z]) == pytest.approx(crossing)
-    assert ALGORITHMS[name].dcn_bytes(op, sent, [X, Z]) == 0
+    parts = ALGORITHMS[name].stage_bytes(op, sent, [Stage(2, "slice"), X, Z])
+    assert sum(n for s, n in parts if s.between) == pytest.approx(crossing)
+    assert not any(s.between for s, _ in ALGORITHMS[name].stage_bytes(op, sent, [X, Z]))
 
 
 def test_an_axis_that_fills_several_slices_sends_between_them():
     """Of 256 bytes a reduce-scatter over 2 × 16 devices has 16 left when it leaves the slice, and sends half of them."""
     axis = Stage(32, "slice", fills=(Stage(4, "x"), Stage(4, "y"), Stage(2, "slice")))
-    assert ALGORITHMS["native"].dcn_bytes("reduce-scatter", 248.0, [axis]) == pytest.approx(8.0)
-    assert ALGORITHMS["ring"].dcn_bytes("collective-permute", 8.0, [axis]) == 8.0  # at the edge of a slice
+    parts = ALGORITHMS["native"].stage_bytes("reduce-scatter", 248.0, [axis])
+    assert [sent for s, sent in parts if s.between] == [pytest.approx(8.0)]
+    assert ALGORITHMS["ring"].stage_bytes("collective-permute", 8.0, [axis]) == [(axis, 8.0)]  # at the edge of a slice
+
+
+SNAKE = Stage(16, fills=(Stage(4, "x"), Stage(4, "y")))  # an axis that JAX maps to a 4x4 slice like a snake
+
+
+@pytest.mark.parametrize("op", ["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"])
+@pytest.mark.parametrize("name", ["native", "staged", "hierarchical", "ring"])
+@pytest.mark.parametrize(
+    "stages",
+    [
+        [X, Z],
+        [Stage(4, "slice"), X, Stage(2, "y")],
+        [Stage(2, "slice"), Stage(4, "switch")],
+        [Z, Stage(2, "core")],
+        [SNAKE],
+        [Stage(1)],
+    ],
+)
+def test_all_bytes_pass_the_links_of_some_stage(op, name, stages):
+    parts = ALGORITHMS[name].stage_bytes(op, 960.0, stages)
+    assert sum(sent for _, sent in parts) == pytest.approx(960.0 if math.prod(s.size for s in stages) > 1 else 0.0)
+    assert all(sent >= 0 and s.size > 1 for s, sent in parts)
+
+
+def test_torus_dimensions_that_are_used_at_once_end_at_once():
+    """The slowest one would have the bytes of the others' links to spare; seconds of the cost model, without latency."""
+    stages, chip = [X, Stage(2, "y", False), Stage(4, "z", True, 4)], CHIPS["v5e"]
+    seconds = {
+        sent / chip.rate(s.dim, s.stride) / (2 if s.wraps else 1)
+        for s, sent in ALGORITHMS["native"].stage_bytes("all-gather", BIG * 127 / 128, stages)
+    }
+    assert max(seconds) == pytest.approx(min(seconds))
+    assert max(seconds) == pytest.approx(seconds_of("all-gather", BIG, stages, chip))

@@ -39,7 +39,8 @@ CONTRASTS = """() => {
         if (style.backgroundImage !== "none") return null;
         return colour[3] !== 0 ? colour : x.parentElement ? ground(x.parentElement) : [255, 255, 255];
     };
-    const groundOf = (x) => ground(x.closest("svg")?.parentElement ?? x);
+    const pill = (x) => x.closest("g.gate")?.querySelector("rect");
+    const groundOf = (x) => (pill(x) ? rgb(getComputedStyle(pill(x)).fill) : ground(x.closest("svg")?.parentElement ?? x));
     const all = [...document.querySelectorAll("main *")].filter((x) => x.checkVisibility() && !x.disabled);
     const texts = all.filter((x) => [...x.childNodes].some((n) => n.nodeType === 3 && n.data.trim()));
     return texts.filter(groundOf).map((x) => {

@@ -400,8 +400,14 @@ def test_pictures(tmp_path):
     assert set(drawn) <= set(got.points)
     every = {p for p in got.points if p[0] <= 8 * min(s.seconds for s in got.rows)}
     assert page.count("<circle") == len(drawn) + len(every)
+    assert len(re.findall(r"<a [^>]*><circle", page)) == len(drawn)
     assert "http" not in page.replace("http-equiv", "")
-    assert page.count("<tr>") == 1 + min(40, len(got.rows))
+    ids, links = re.findall(r'<tr id="(plan-\d+)"', page), re.findall(r'<a href="#(plan-\d+)"', page)
+    assert len(ids) == min(40, len(got.rows))
+    assert links
+    assert set(links) <= set(ids)
+    best = f"plan-{got.rows.index(got.best)}"
+    assert page.split(f'id="{best}"')[1].split("</tr>")[0].count("★") == 1
     assert "<svg" in got._repr_html_()
     with pytest.raises(mp.errors.UnsupportedError, match="cannot be saved as"):
         got.save(tmp_path / "a.pdf")

@@ -28,7 +28,7 @@ from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
 
 GATHERED = "gathered buffers"
-"""The role of temporaries that collectives write: gathered weights and activations, sums."""
+"""The role of temporaries that collectives write: gathered weights and activations, results of reductions."""
 
 
 @dataclass(slots=True)

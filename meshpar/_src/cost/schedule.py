@@ -66,10 +66,11 @@ def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollect
         """How the collective of a kernel overlaps, if no kernel of its computation reads its result."""
         if not tpu or not isinstance(move.step, Reduce):
             return AsyncCollective(False)
-        ops = {c.op for c in move.step.sends}
-        offloaded, leaves = any(on_sparse_cores(plan, op) for op in ops), _only_leaves(move)
+        sends, leaves = move.step.sends, _only_leaves(move)
+        offloaded = any(on_sparse_cores(plan, c.op) for c in sends)
         separate = offloaded and any(s.entry.slices_locally for s in move.step.scatters)
-        return AsyncCollective(False, leaves and not any(map(plan.is_async, ops)), leaves and offloaded, separate)
+        is_async = any(plan.is_async(c.op) for c in sends)
+        return AsyncCollective(False, leaves and not is_async, leaves and offloaded, separate)
 
     out: dict[Computation, dict[Kernel, AsyncCollective]] = {}
     for computation in _with_bodies(computation_of(plan)):

@@ -1,6 +1,6 @@
 """Collective algorithms: how a collective over several stages of a slice is made of collectives over fewer stages.
 
-One entry per algorithm. Callers ask the entry for its bytes between slices (:meth:`Algorithm.dcn_bytes`), how it uses the
+One entry per algorithm. Callers ask the entry for its bytes over each stage (:meth:`Algorithm.stage_bytes`), how it uses the
 links (:func:`hardware.collective_time.seconds_of`), and its phases (:func:`lower.collectives.reduce_scatter` emits them).
 To add an algorithm, add an entry to ``_TABLE``; :func:`choose_algorithm` considers it if :func:`meshpar_kernels.collectives.choose`
 knows its cost.
@@ -26,6 +26,9 @@ Phases = list[list[int]]
 """For each phase, the indices of the stages (major to minor) that it covers, in the order of a reduce-scatter: the first phase has
 the full-size array. An all-gather runs the phases in reverse order."""
 
+_OUTWARD = (("core",), ("switch",), ("x", "y", "z", ""), ("slice",))
+"""Dims of stages whose links a phase uses at once, innermost first."""
+
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
@@ -49,37 +52,35 @@ class Algorithm:
     slices_locally: bool = False
     ring_step: bool = False
 
-    def dcn_bytes(self, op: CollectiveOp, sent: float, stages: Sequence[Stage]) -> float:
-        """Bytes that a device sends to other slices or nodes in one collective; 0 if its group is within a slice.
+    def stage_bytes(self, op: CollectiveOp, sent: float, stages: Sequence[Stage]) -> list[tuple[Stage, float]]:
+        """(stage, bytes that a device sends over its links) in one collective; their sum is ``sent``.
 
-        A phase over several stages of which some connect slices runs within the slices first: of its volume V, V/(devices within a
-        slice) crosses. A permute counts as for the devices at the edge of a slice.
+        A phase over links of several kinds runs within a chip, a node or a slice first: of its volume V, V/(devices within a
+        slice) crosses. An all-to-all sends over each link the bytes for devices behind it. Torus dimensions that are used at once
+        have shares in proportion to their rates. A permute has one stage: the one between slices, if there is one, as for
+        the devices at the edge of a slice, else the major one.
 
         Args:
           sent: bytes that the device sends in all.
-          stages: of the group, major to minor.
+          stages: of the group, major to minor; adjacent ones of one dimension are merged.
         """
-        # a ring runs around the major stage only
-        stages = [s for s in stages if s.size > 1][: 1 if self.ring_step else None]
-        if not self.ring_step:
-            stages = [part for s in stages for part in s.parts if part.size > 1]
-        if not any(s.between for s in stages):
-            return 0.0
+        parts = stages if self.ring_step else [part for s in stages for part in s.parts]
+        stages = [s for s, _ in joined(parts)][: 1 if self.ring_step else None]
         if op == "collective-permute":
-            return sent
+            return [(next((s for s in stages if s.between), stages[0]), sent)] if stages else []
         group = math.prod(s.size for s in stages)
         volume = collective_volume(op, sent, group)
         if op == "all-to-all":
-            slices = math.prod(s.size for s in stages if s.between)
-            return volume / group * (slices - 1) / slices
-        total, stages = 0.0, [s for s, _ in joined(stages)]
+            volume /= group
+        out = []
         for indices in self.phases([s.between for s in stages]):
-            phase = [stages[k] for k in indices]
-            size = math.prod(s.size for s in phase)
-            slices = math.prod(s.size for s in phase if s.between)
-            total += wire_bytes(op, volume * slices / size, slices)
-            volume /= size
-        return total
+            for kinds in _OUTWARD[:: -1 if op == "all-to-all" else 1]:
+                level = [stages[k] for k in indices if stages[k].dim in kinds]
+                rates = [(2 if s.wraps else 1) / s.stride for s in level]
+                size = math.prod(s.size for s in level)
+                out += [(s, wire_bytes(op, volume, size) * r / sum(rates)) for s, r in zip(level, rates, strict=True)]
+                volume /= size
+        return out
 
 
 def _all_at_once(between: Sequence[bool]) -> Phases:

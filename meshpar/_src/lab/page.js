@@ -720,6 +720,7 @@ export function mount(root, ask, linked = false) {
         const of = `${k} ${title === question ? "why" : "all"}`;
         const details = make("details", { "data-of": of, open: were.get(of) ?? title === question }, make("summary", {}, title), make("div"));
         details.lastChild.innerHTML = body;
+        details.addEventListener("toggle", () => enhance(details), { once: true });
         return details;
       };
       const load = () => { remember(); use({ ...pinned, rules: asRules(pinned.layout.replaceAll("; ", "\n")) }); };

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..hardware.collective_ops import CollectiveOp
-from ..hardware.topology import Torus
+from ..hardware.topology import Stage, Torus
 from ..layout import Spec
 from ..program.ir import Op
 from ..records import record
@@ -147,10 +147,15 @@ class Collective:
         return {**values, "source": self.source, "module": self.module, "package_line": self.package_line}
 
 
+def stage_bytes_sent(collective: Collective, torus: Torus) -> list[tuple[Stage, float]]:
+    """(stage of the group, bytes that a device sends over its links in one run of a collective)."""
+    stages = [s for a in collective.axes for s in torus.get(a, ()) if s.size > 1][collective.first :]
+    return collective.entry.stage_bytes(collective.op, collective.bytes, stages)
+
+
 def dcn_bytes_sent(collective: Collective, torus: Torus) -> float:
     """Bytes that a device sends to other slices (or nodes) in one run of a collective; 0 if its group is within a slice."""
-    stages = [s for a in collective.axes for s in torus.get(a, ()) if s.size > 1][collective.first :]
-    return collective.entry.dcn_bytes(collective.op, collective.bytes, stages)
+    return sum(sent for stage, sent in stage_bytes_sent(collective, torus) if stage.between)
 
 
 def split_reduction(

@@ -19,6 +19,7 @@ from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout, Rule, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import Pipeline
+from ..records import record
 from .collectives import Collective, dcn_bytes_sent
 from .request import PlanRequest
 from .spec import value_bytes
@@ -69,7 +70,7 @@ class ShardedArray:
                 "spec": spec, "bytes": self.bytes, "kind": self.kind, "on_host": self.on_host}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Placement:
     """The shardings of a value: ``made`` by the step of its op, maybe partial, and ``stored``, which later steps read."""
 

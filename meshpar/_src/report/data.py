@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from html import escape
 from typing import Any
 
 from ..cost.memory import memory_by_role, memory_of
 from ..cost.time import time_of
 from ..cost.token_metrics import decoding_of
 from ..hardware.calibration import EFFICIENCIES
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ShardedArray
 from ..units import format_seconds
 from .colours import ROLE_CLASSES, AxisColours
-from .facts import location_of_op, title
+from .facts import argument_dims, location_of_op, title
 from .tables import html_picture
 from .timeline import COMPUTE, LOOP, kernel_phases, timeline
+
+
+def shards_place(plan: Plan, colours: AxisColours, h: ShardedArray | None = None) -> str:
+    """The place in which the script of the page draws an argument: how it is sharded over the mesh; None: the chosen one."""
+    mesh = escape(json.dumps([[a, n, colours.of[a]] for a, n in plan.sizes.items()]))
+    fixed = "" if h is None else f' data-path="{escape(h.path)}" data-cut="{shards_data(h)}"'
+    return f'<div class="drawing" data-mesh="{mesh}"{fixed}></div>'
+
+
+def shards_data(h: ShardedArray) -> str:
+    """Name, size and axes of each dim, as JSON in an attribute of a page."""
+    split = zip(argument_dims(h), h.shape, strict=True)
+    return escape(json.dumps([[name, n, list(axes)] for (name, axes), n in split]))
 
 
 def plan_json(plan: Plan) -> str:

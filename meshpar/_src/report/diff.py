@@ -11,15 +11,26 @@ from typing import Any, Literal
 from rich.console import Group
 from rich.text import Text
 
-from ..cost.memory import memory_of
+from ..cost.memory import memory_by_role, memory_of
 from ..cost.time import time_of
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from . import facts
-from .colours import AxisColours
+from .colours import ROLE_CLASSES, AxisColours
+from .data import shards_place
 from .document import Document
-from .facts import KINDS, argument_dims, collective_groups, dims_text, layout_text, lowering_text, rule_effects
-from .tables import Cell, Table, code, hanging, number
+from .facts import (
+    KINDS,
+    argument_dims,
+    collective_groups,
+    dims_text,
+    kernel_seconds,
+    layout_text,
+    lowering_text,
+    rule_effects,
+)
+from .tables import Cell, Table, code, hanging, html_picture, number
+from .torus import torus_picture
 
 MAX_ROWS = 12
 """Arguments and collectives that the terminal lists; pages list three times as many."""
@@ -316,6 +327,35 @@ def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
     ]
 
 
+def _bars(d: PlanDiff) -> str:
+    """The step times and the peaks of both plans as bars with their parts."""
+    sides = []
+    for name, plan in (("a", d.a), ("b", d.b)):
+        time = time_of(plan)
+        kernels = 0.0 if time is None else kernel_seconds(time)
+        peak = max(memory_by_role(plan), key=lambda roles: sum(roles.values()), default={})
+        live = [[ROLE_CLASSES[role], role, n] for role, n in peak.items() if n > 0]
+        sides.append({"name": name, "seconds": time and [kernels, time.seconds - kernels], "memory": live})
+    return html_picture("drawBars", "step time and peak memory of both plans", sides)
+
+
+def _drawings(d: PlanDiff, colours: AxisColours) -> str:
+    """The argument whose bytes differ most, on both meshes; and both placements on the chips, if they differ."""
+    pairs: list[tuple[str, list[str]]] = []
+    sides = [(plan, _by_path(plan)) for plan in (d.a, d.b)]
+    common = [row for row in d.tensors if all(row[0] in of for _, of in sides)]
+    if common:
+        path, *_ = max(common, key=lambda row: abs(row[3] - row[4]))
+        pairs.append(("The argument that differs most", [shards_place(p, colours, of[path]) for p, of in sides]))
+    if d.a.topology == d.b.topology and d.a.torus != d.b.torus:
+        pairs.append(("Axes on the chips", [torus_picture(p, colours) for p, _ in sides]))
+    return "".join(
+        f'<h2>{title}</h2><div class="two"><div><h3>a</h3>{a}</div><div><h3>b</h3>{b}</div></div>'
+        for title, (a, b) in pairs
+        if a and b
+    )
+
+
 def diff_body(d: PlanDiff, folded: bool = False) -> str:
     """The comparison as part of a page; ``folded``: arguments and collectives are shown only when they are opened."""
     colours = AxisColours(d.a.sizes, d.b.sizes)
@@ -327,12 +367,12 @@ def diff_body(d: PlanDiff, folded: bool = False) -> str:
         return f'<div class="card"><b>{name}</b>{colours.sizes(p.sizes).markup}{where}<br>{layout}{lowering}</div>'
 
     def section(table: Table) -> str:
-        body = table.html(3 * MAX_ROWS, sortable=not folded)
+        body = table.html(3 * MAX_ROWS, sortable=not folded and table.columns[0][1] != "path")
         if folded:
             return f"<details><summary>{table.title}</summary>{body}</details>"
         return f"<h2>{table.title}</h2>{body}"
 
     metrics, *differences = _tables(d, colours)
-    out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{metrics.html()}'
+    out = f'<div class="cards">{side("a", d.a)}{side("b", d.b)}</div>{_bars(d)}{metrics.html()}{_drawings(d, colours)}'
     out = f"<p><b>{escape(d.verdict)}</b></p>{out}"
     return out + ("".join(map(section, differences)) or "<p>The same plan.</p>")

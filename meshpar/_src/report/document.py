@@ -111,5 +111,6 @@ def cell(body: str) -> str:
 def front_end(*packages: str) -> tuple[str, str]:
     """The CSS and the script of pages, each followed by the CSS and scripts of further packages, such as the lab's."""
     folders = [resources.files("meshpar._src").joinpath(package) for package in ("report", *packages)]
-    css, js = ("".join(f.joinpath(name).read_text("utf8") for f in folders) for name in ("page.css", "page.js"))
+    files = [file for folder in folders for file in sorted(folder.iterdir(), key=lambda f: f.name)]
+    css, js = ("".join(f.read_text("utf8") for f in files if f.name.endswith(end)) for end in (".css", ".js"))
     return css, js

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from html import escape
@@ -12,19 +11,20 @@ import jax
 from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
 from ..cost.token_metrics import decoding_of
-from ..hardware.topology import Stage
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, with_article
 from . import facts
 from .colours import AxisColours
-from .data import memory_picture, plan_json, roofline_picture, timeline_picture
+from .data import memory_picture, plan_json, roofline_picture, shards_data, shards_place, timeline_picture
 from .document import cell, page
 from .facts import RuleEffect
+from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
 from .tables import GROUP, Cell, Table, code, html_picture, key, number
 from .timeline import step_bounds
+from .torus import TORUS, torus_picture
 
 MIN_SHARE = 0.02
 """Of the step's time, of the parts that the verdict lists."""
@@ -79,6 +79,8 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Memory per device", memory_curve(plan), MEMORY),
         ("Roofline", roofline_picture(plan), ROOFLINE),
         ("Rules", rules_table(plan, colours), RULES),
+        ("Layer", layer_picture(plan, colours), LAYER),
+        ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
         ("Largest intermediate values", _values(plan, colours), ""),
@@ -254,22 +256,7 @@ def _rule(e: RuleEffect, colours: AxisColours) -> str:
 
 def tensors(plan: Plan, colours: AxisColours) -> str:
     """The table of arguments, and the place where the page's script draws how the chosen one is sharded over the mesh."""
-    torus = "".join(
-        f"<li>{escape(axis)}: {' × '.join(_stage(s) for stage in stages for s in stage.parts)}</li>"
-        for axis, stages in plan.torus.items()
-        if stages
-    )
-    placement = f"<h3>physical placement of the mesh</h3><ul>{torus}</ul>" if torus else ""
-    mesh = escape(json.dumps([[a, n, colours.of[a]] for a, n in plan.sizes.items()]))
-    drawing = f'<div class="drawing" data-mesh="{mesh}"></div>'
-    return f'<div class="tensors"><div>{_arguments(plan, colours)}</div><div>{drawing}{placement}</div></div>'
-
-
-def _stage(stage: Stage) -> str:
-    if not stage.dim:
-        return str(stage.size)
-    kind = {"slice": "over DCN", "switch": "on the switch", "core": "in the chip"}.get(stage.dim)
-    return f"{stage.size} {kind or f'along {stage.dim}, a ' + ('ring' if stage.wraps else 'line')}"
+    return f'<div class="tensors"><div>{_arguments(plan, colours)}</div><div>{shards_place(plan, colours)}</div></div>'
 
 
 def memory_curve(plan: Plan) -> str:
@@ -363,11 +350,9 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
             summary = f"<summary>and {len(group.members) - 1} more</summary>"
             more = f"<details>{summary}<code>{escape(others)}</code></details>" if others else ""
             dims = f'{colours.dims(group.dims).markup}<br><code class="path">{escape(first.path)}</code>{more}'
-            split = zip(group.dims, first.shape, strict=True)
-            cut = escape(json.dumps([[name, n, list(axes)] for (name, axes), n in split]))
             rules = " ".join(map(str, facts.rules_of(plan, first)))
             rows.append([Cell("", markup=dims), Cell(group.shape, css="mono more"), *group.cells()])
-            attributes.append(f'data-rules="{rules}" data-cut="{cut}"')
+            attributes.append(f'data-rules="{rules}" data-cut="{shards_data(first)}"')
     columns = [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")]
     return Table(columns, rows, attributes=attributes).html()
 

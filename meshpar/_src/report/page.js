@@ -2,9 +2,9 @@
 
 const SVG = document.createRange().createContextualFragment("<svg></svg>").firstChild.namespaceURI;
 
-/** An element. Attributes that are functions are listeners; children are elements or texts; null and false are none. */
+/** An element. Attributes that are functions are listeners; children are elements or texts; null and false are left out. */
 function make(tag, attributes = {}, ...children) {
-  const out = /^(svg|svg:a|rect|path|text|circle|g|line|title)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  const out = /^(svg|svg:a|rect|path|text|circle|g|line|title|tspan)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (typeof value === "function") out.addEventListener(name, value);
     else if (value === true) out.setAttribute(name, "");
@@ -30,6 +30,7 @@ function enhance(root, kept = {}) {
   root.querySelectorAll(".by-rule").forEach((groups) => filterable(groups, kept));
   root.querySelectorAll(".picture").forEach((place) => drawn(place, kept));
   root.querySelectorAll(".tensors").forEach((section) => choosable(section, kept));
+  root.querySelectorAll(".drawing[data-cut]").forEach((place) => drawShards(place, { path: place.dataset.path }, JSON.parse(place.dataset.cut)));
   highlightRules(root);
 }
 
@@ -241,7 +242,7 @@ function collectivesCsv(collectives) {
 // -- pictures that are drawn from the data in the page
 
 /** The functions that draw, by the name in `data-draw`. Another picture is one more function here. */
-const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts };
+const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts, drawTorus, drawLayer, drawBars };
 
 /** Draw a picture from the JSON in it, and again whenever its width changes. */
 function drawn(place, kept) {
@@ -417,7 +418,7 @@ function drawTimeline(place, data, kept) {
     return out;
   }
 
-  /** A row for each box of a lane such that those of a row do not overlap; returns the number of rows. */
+  /** A row for each box of a lane such that the boxes of a row do not overlap; returns the number of rows. */
   function stacked(boxes) {
     const ends = [];
     for (const box of boxes) {
@@ -751,7 +752,7 @@ function drawPairs(place, data) {
   return () => {};
 }
 
-/** Seconds as bars of one scale: (label, seconds, segments), where a segment is (CSS class, seconds, what it is). */
+/** Seconds as bars of one scale: (label, seconds, segments), where a segment is (CSS class, seconds, label). */
 function drawParts(place, rows) {
   const longest = Math.max(...rows.map(([, seconds]) => seconds)) || 1;
   place.prepend(make("div", { class: "parts" }, ...rows.map(([label, seconds, segments]) => barRow(label, segments, longest, secondsText(seconds)))));

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
 
@@ -126,7 +126,8 @@ class Table:
             of = f' class="{kind}"' if kind else ""
             heads += f'<th scope="col"{of}>{f"<button>{text}</button>" if sortable and heading else text}</th>'
         shown = self.rows[:most]
-        rows = zip(shown, self.attributes or itertools.repeat(""), strict=False)
+        grouped = _with_common_prefixes(shown) if self.columns[0][1] == "path" and not sortable else shown
+        rows = zip(grouped, self.attributes or itertools.repeat(""), strict=False)
         body = "".join(f"<tr{of and f' {of}'}>{''.join(cell.html() for cell in row)}</tr>" for row, of in rows)
         kind = ' class="sort"' if sortable else ""
         more = f'<p class="dim">{self._more(shown)}</p>' if len(self.rows) > len(shown) else ""
@@ -164,9 +165,12 @@ def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[Sequence[C
         shared = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parents, strict=False))
         prefix = "".join(f"{level[0]}/" for level in shared) if len(same) > 1 else ""
         if prefix:
-            yield [Cell("", terminal=PathText(prefix.rstrip("/"), "bold")), *[Cell("")] * (len(same[0]) - 1)]
+            head = prefix.rstrip("/")
+            bold = Cell(head, markup=f"<b>{escape(head)}</b>", terminal=PathText(head, "bold"))
+            yield [bold, *[Cell("")] * (len(same[0]) - 1)]
         for path, *others in same:
-            yield [Cell("", terminal=PathText("  " * bool(prefix) + path.text.removeprefix(prefix))), *others]
+            text = path.text.removeprefix(prefix)
+            yield [replace(code(text), css="in" * bool(prefix), terminal=PathText("  " * bool(prefix) + text)), *others]
 
 
 @dataclass(frozen=True)

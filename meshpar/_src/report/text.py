@@ -132,10 +132,10 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     return hanging(lines)
 
 
-def _bar(pieces: Sequence[tuple[str, float, str]]) -> Text:
-    """A bar of :data:`BAR_CELLS` columns whose pieces, (character, amount, style), have widths in proportion to their amounts."""
-    total, end, out = sum(amount for _, amount, _ in pieces), 0.0, Text()
-    for character, amount, style in pieces:
+def _bar(segments: Sequence[tuple[str, float, str]]) -> Text:
+    """A bar of :data:`BAR_CELLS` columns whose segments, (character, amount, style), have widths in proportion to their amounts."""
+    total, end, out = sum(amount for _, amount, _ in segments), 0.0, Text()
+    for character, amount, style in segments:
         begin, end = end, end + amount
         cells = round(BAR_CELLS * end / total) - round(BAR_CELLS * begin / total) if total else 0
         out.append(character * cells, style)

@@ -95,8 +95,9 @@ class Picture:
         """The label of a candidate: its letter, after ``★`` for the best."""
         return "★ " * (row == self.best) + self.letters.get(row, "")
 
-    def drawing(self) -> str:
-        """The plot as SVG: logarithmic axes, a line at the usable memory, the Pareto front connected."""
+    def drawing(self, listed: Collection[Row] = ()) -> str:
+        """The plot as SVG: logarithmic axes, a line at the usable memory, the Pareto front connected. The points of the
+        ``listed`` candidates are links to their rows ``plan-0``, ``plan-1``, … in the table."""
         rows = self.shown
         x = Scale([seconds for seconds, _ in self.points], LEFT, WIDTH - 12)
         y = Scale([*(peak for _, peak in self.points), self.usable], HEIGHT - BOTTOM, 10, unit=GIB)
@@ -122,9 +123,11 @@ class Picture:
             best = row == self.best
             colour = "var(--a1)" if best else "var(--a0)" if row in letters else "var(--none)"
             radius = 6 if best else 4.5 if row in letters else 3
+            title = escape(_tooltip(row))
+            link = f'href="#plan-{self.rows.index(row)}"' if row in listed else ""
             out.append(
-                f'<circle cx="{x(row.seconds):.1f}" cy="{y(row.peak):.1f}" r="{radius}" fill="{colour}">'
-                f"<title>{escape(_tooltip(row))}</title></circle>"
+                f'<a {link} aria-label="{title}"><circle cx="{x(row.seconds):.1f}" '
+                f'cy="{y(row.peak):.1f}" r="{radius}" fill="{colour}"><title>{title}</title></circle></a>'
             )
             if row in letters:
                 out.append(_text(x(row.seconds) + 8, y(row.peak) - 6, letters[row], "start", "var(--ink)"))

@@ -165,8 +165,9 @@ class Search(Document):
 
     def _table(self, rows: Iterable[Row]) -> Table:
         """The table of candidates: time, peak memory, bytes sent, mesh and layout."""
-        cells, styles = [], self._styles
+        cells, styles, ids = [], self._styles, []
         for row in rows:
+            ids.append(f'id="plan-{self.rows.index(row)}"')
             marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled]))
             why = self._why_not(row)
             layout = row.layout or UNSHARDED
@@ -181,7 +182,7 @@ class Search(Document):
             choice = Cell(shown.plain, markup=where, terminal=shown)
             cells.append([Cell(self._picture.mark(row)), seconds, mfu, memory, sent, choice])
         columns = [("", ""), ("step", "n"), ("MFU", "n more"), ("peak", "n"), ("sends", "n more")]
-        return Table([*columns, ("mesh, why it is not chosen, layout", "")], cells)
+        return Table([*columns, ("mesh, why it is not chosen, layout", "")], cells, attributes=ids)
 
     def _why_not(self, row: Row) -> str:
         """Why a candidate is not chosen, where its step time does not say it; "" for the best."""
@@ -198,7 +199,7 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than that of FSDP, the default layout; "" where that was not planned."""
+        """How much shorter the best step is than under FSDP, the default layout; "" where that was not planned."""
         default = next((row for row in self.rows if row.name == "fsdp"), None)
         if default is None or default == self.best:
             return ""
@@ -224,7 +225,7 @@ class Search(Document):
             f'<p class="dim">{escape(self._count)}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.'
             f"{stages}</p>"
             f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
-            f"sends {format_bytes(best.sent)}</p>{self._picture.drawing()}"
+            f"sends {format_bytes(best.sent)}</p>{self._picture.drawing(rows)}"
             f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
         )
 

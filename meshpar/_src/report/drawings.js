@@ -1,0 +1,369 @@
+// Drawings of plan pages, from the data of the report: mesh axes on the chips.
+
+/** `8 along y, a ring, stride 2: 2 groups share each link`. */
+function stageText({ dim, size, stride, wraps, fills }) {
+  const off = { slice: "over DCN", switch: "on the switch", core: "in the chip" }[dim];
+  if (fills.length || !dim) return `${size} in a ring through several dimensions`;
+  if (off) return `${size} ${off}`;
+  return `${size} along ${dim}, a ${wraps ? "ring" : "line"}${stride > 1 ? `, stride ${stride}: ${stride} groups share each link` : ""}`;
+}
+
+/** The table of the axes: placement, bytes and seconds of their collectives. */
+function torusTable(rows, timed) {
+  const cells = (tag, ...of) => of.slice(0, 4 + timed).map(([content, css]) => make(tag, { class: css }, ...[content].flat()));
+  return make("div", { class: "wide" }, make("table", {},
+    make("thead", {}, make("tr", {}, ...cells("th", ["axes"], ["placement"], ["sent", "n"], ["busiest link", "n more"], ["time", "n"]))),
+    make("tbody", {}, ...rows.map((row, k) => make("tr", { "data-row": k, tabindex: 0 }, ...cells("td",
+      [row.axes.map((axis, i) => make("span", { class: `chip on ${row.colours[i]}` }, axis))],
+      [row.stages.map((stage) => make("div", {}, `${stageText(stage)}: ${bytesText(stage.bytes)} each way`))],
+      [bytesText(row.sent), "n"], [bytesText(Math.max(0, ...row.stages.map((stage) => stage.bytes))), "n more"], [secondsText(row.seconds), "n"]))))));
+}
+
+/** Draw the chips and the links that the axes of each row of the table use; the rows and the chips choose a group. */
+function drawTorus(picture, { extent, rings, rows, timed }) {
+  const place = make("div", { class: "chips" }), section = make("div", { class: "torus" }, place, torusTable(rows, timed));
+  picture.prepend(section);
+  for (const row of rows) Object.assign(row, { colour: row.colours[0], stages: row.stages.filter((stage) => stage.dim && !stage.fills.length) });
+  const solid = extent.z > 1, nodes = extent.switch > 1, boxes = extent.slice;
+  const total = extent.x * extent.y * extent.z;
+  const cap = (n, most) => Math.min(n, most);
+  const size = nodes ? { x: cap(extent.switch, 16), y: 1, z: 1 } : Object.fromEntries(["x", "y", "z"].map((d) => [d, solid && total > 1024 ? cap(extent[d], 8) : extent[d]]));
+  const shownBoxes = cap(boxes, nodes ? 8 : 4), cores = extent.core;
+  const step = nodes ? 34 : solid ? 40 : 24, chip = nodes ? 18 : 10, depth = { x: 21, y: -15 };
+  const top = (boxes > 1 ? 34 : 12) + (solid ? -depth.y * (size.z - 1) : 0), left = 26, bottom = nodes ? 40 : 26;
+  const box = { width: left + step * size.x + (solid ? depth.x * (size.z - 1) : 0) + 14, height: top + step * size.y + bottom };
+  const across = cap(shownBoxes, nodes && shownBoxes > 2 ? 2 : 2), down = Math.ceil(shownBoxes / across);
+  const width = box.width * across + (boxes > 1 ? 14 : 0), height = box.height * down;
+  const colour = (row) => `var(--${row.colour === "cn" ? "none" : row.colour.replace("c", "a")})`;
+  const key = (at) => `${at.x},${at.y},${at.z},${at.core},${at.slice}`;
+  const drawn = (at) => at.x < size.x && at.y < size.y && at.z < size.z && at.slice < shownBoxes;
+  let base = { x: 0, y: 0, z: 0, core: 0, slice: 0 };
+  const dimOf = (stage) => (stage.dim === "switch" ? "x" : stage.dim);
+  const lengthOf = (dim) => (nodes && dim === "x" ? extent.switch : extent[dim]);
+
+  /** The center of a device in the drawing. */
+  function center(at) {
+    const bx = (at.slice % across) * box.width + (boxes > 1 ? 14 : 0), by = Math.floor(at.slice / across) * box.height;
+    return {
+      x: bx + left + step * (at.x + 0.5) + (solid ? depth.x * at.z : 0) + (cores > 1 ? (at.core - 0.5) * chip : 0),
+      y: by + top + step * (at.y + 0.5) + (solid ? depth.y * at.z : 0),
+    };
+  }
+
+  /** The devices of the group of `at` along some stages. */
+  function members(at, stages) {
+    let out = [{ ...at }];
+    for (const { dim: d, size: n, stride, ...stage } of stages) {
+      const dim = dimOf({ dim: d });
+      out = out.flatMap((one) => {
+        const digit = Math.floor(one[dim] / stride) % n;
+        return Array.from({ length: n }, (_, k) => ({ ...one, [dim]: one[dim] + (k - digit) * stride }));
+      });
+    }
+    return out;
+  }
+
+  /** The path of the message of a device to the next one of its stage; "" if it has none, null if it is not drawn. */
+  function hop(at, stage) {
+    const from = center(at), dim = dimOf(stage), digit = Math.floor(at[dim] / stage.stride) % stage.size, half = chip / 2;
+    if (!drawn(at)) return null;
+    if (stage.dim === "slice") return `M${from.x + 2} ${from.y - half}V${Math.floor(at.slice / across) * box.height + 17}`;
+    if (stage.dim === "switch") return `M${from.x} ${from.y + half}v${step / 2}`;
+    const way = dim === "x" ? { x: 1, y: 0 } : dim === "y" ? { x: 0, y: 1 } : { x: depth.x / Math.hypot(depth.x, depth.y), y: depth.y / Math.hypot(depth.x, depth.y) };
+    if (digit === stage.size - 1) {
+      if (!stage.wraps) return "";
+      const first = center({ ...at, [dim]: at[dim] - digit * stage.stride }), out = step * 0.42;
+      const bend = stage.stride > 1 ? Math.min(5, 1 + stage.stride) : 0;
+      const [px, py] = [Math.abs(way.y) * bend, -Math.abs(way.x) * bend];
+      return `M${from.x + way.x * half + px} ${from.y + way.y * half + py}l${way.x * out} ${way.y * out}` +
+        `M${first.x - way.x * half + px} ${first.y - way.y * half + py}l${-way.x * out} ${-way.y * out}`;
+    }
+    const next = { ...at, [dim]: at[dim] + stage.stride };
+    if (!drawn(next)) return null;
+    const to = center(next);
+    if (dim === "core") return `M${from.x} ${from.y - half}q${chip / 2} -5 ${chip} 0`;
+    if (stage.stride === 1) return `M${from.x + way.x * half} ${from.y + way.y * half}L${to.x - way.x * half} ${to.y - way.y * half}`;
+    const bend = Math.min(step * 0.85, 8 + stage.stride * 1.5), [px, py] = [way.y === 0 ? 0 : Math.abs(way.y), way.x === 0 ? 0 : -Math.abs(way.x)];
+    const [sx, sy] = [px * half * 0.8, py * half * 0.8];
+    return `M${from.x + sx} ${from.y + sy}Q${(from.x + to.x) / 2 + px * bend} ${(from.y + to.y) / 2 + py * bend} ${to.x + sx} ${to.y + sy}`;
+  }
+
+  const most = Math.max(1, ...rows.flatMap((row) => row.stages.map((stage) => stage.bytes)));
+  const everyDevice = [];
+  for (let slice = 0; slice < shownBoxes; slice++) for (let z = size.z - 1; z >= 0; z--) for (let y = 0; y < size.y; y++) for (let x = 0; x < size.x; x++)
+    for (let core = 0; core < cores; core++) everyDevice.push({ x, y, z, core, slice });
+  const single = rows.filter((row) => row.axes.length === 1);
+
+  /** The boxes of slices or nodes, their switches and the network, and the links of the torus. */
+  function ground() {
+    const out = [], links = [];
+    for (let k = 0; k < shownBoxes; k++) {
+      const x = (k % across) * box.width + (boxes > 1 ? 14 : 0), y = Math.floor(k / across) * box.height;
+      if (boxes > 1) {
+        out.push(make("rect", { x: x + 4, y: y + 12, width: box.width - 10, height: 5, rx: 2.5, fill: "var(--none)" }),
+          make("text", { x: x + 6, y: y + 9, "font-size": 9.5, fill: "var(--dim)" }, `${nodes ? "node" : "slice"} ${k}, ${nodes ? "NICs to the network" : "DCN"}`),
+          make("path", { d: `M6 ${y + 14.5}H${x + 6}`, stroke: "var(--none)", "stroke-width": 2 }));
+        if (k % across === 0 && k + across < shownBoxes) out.push(make("path", { d: `M6 ${y + 14.5}v${box.height}`, stroke: "var(--none)", "stroke-width": 2 }));
+      }
+      if (nodes) {
+        const at = center({ x: 0, y: 0, z: 0, core: 0, slice: k });
+        out.push(make("rect", { x: at.x - chip / 2, y: at.y + chip / 2 + step / 2, width: step * (size.x - 1) + chip, height: 14, rx: 3, fill: "var(--soft)", stroke: "var(--none)" }),
+          make("text", { x: at.x - chip / 2 + 6, y: at.y + chip / 2 + step / 2 + 10.5, "font-size": 9.5, fill: "var(--dim)" }, "NVSwitch"));
+      }
+    }
+    if (!nodes) {
+      for (const at of everyDevice) if (!at.core) ["x", "y", "z"].forEach((dim, k) => {
+        if (extent[dim] > 1) links.push(hop(at, { dim, size: extent[dim], stride: 1, wraps: rings[k] }));
+      });
+      const last = center({ x: size.x - 1, y: size.y - 1, z: 0, core: 0, slice: 0 }), first = center({ x: 0, y: 0, z: 0, core: 0, slice: 0 });
+      const label = (x, y, text, more) => make("text", { x, y, "font-size": 10.5, fill: "var(--dim)", "text-anchor": "middle", ...more }, text);
+      const side = (dim) => `${dim} ${extent[dim]}${size[dim] < extent[dim] ? `, the first ${size[dim]}` : ""}`;
+      if (extent.x > 1) out.push(label((first.x + last.x) / 2, last.y + step * 0.5 + 13, side("x")));
+      if (extent.y > 1) out.push(label(first.x - step * 0.5 - 4, (first.y + last.y) / 2, side("y"), { transform: `rotate(-90 ${first.x - step * 0.5 - 4} ${(first.y + last.y) / 2})` }));
+      if (solid) {
+        const back = center({ x: size.x - 1, y: size.y - 1, z: size.z - 1, core: 0, slice: 0 });
+        out.push(label((last.x + back.x) / 2 + 20, (last.y + back.y) / 2 + 14, side("z")));
+      }
+    }
+    return [make("path", { d: links.filter(Boolean).join(""), stroke: "var(--line)", fill: "none", "stroke-width": 1 }), ...out];
+  }
+
+  /** Links of all groups of a row, pale. */
+  const pale = (row) => row.stages.map((stage) => make("path", {
+    d: everyDevice.map((at) => hop(at, stage)).filter(Boolean).join(""), stroke: colour(row), fill: "none", "stroke-width": 1.2, opacity: stage.dim === "slice" ? 0.15 : 0.3,
+  }));
+
+  /** Links of the group of the chosen device, a path for each link of the group. */
+  function strong(row) {
+    return row.stages.flatMap((stage) => members(base, row.stages).map((at) => [at, hop(at, stage)]).filter(([, d]) => d).map(([, d]) => make("path", {
+      d, class: "hop", stroke: colour(row), fill: "none", "stroke-linecap": "round", "stroke-width": 1.6 + 3.4 * (stage.bytes / most),
+      "data-axes": row.axes.join("+"), "data-stage": row.stages.indexOf(stage), "data-bytes": stage.bytes,
+    }, make("title", {}, `${row.axes.join("+")}: ${stageText(stage)}: ${bytesText(stage.bytes)} each way on a link`))));
+  }
+
+  function draw(chosen) {
+    const shown = chosen == null ? single : [rows[chosen]];
+    const inGroup = new Map();
+    for (const row of shown) for (const at of members(base, row.stages)) if (!inGroup.has(key(at))) inGroup.set(key(at), colour(row));
+    const devices = everyDevice.map((at) => {
+      const { x, y } = center(at), own = key(at) === key(base), w = cores > 1 ? chip - 2 : solid && !own && !inGroup.has(key(at)) ? chip - 4 : chip;
+      return make("rect", {
+        x: x - w / 2, y: y - (cores > 1 ? chip : w) / 2, width: w, height: cores > 1 ? chip : w, rx: 2, fill: own ? "var(--ink)" : inGroup.get(key(at)) ?? "var(--page)",
+        stroke: own ? "var(--ink)" : inGroup.get(key(at)) ?? "var(--none)", "stroke-width": 1, class: inGroup.has(key(at)) ? "device on" : "device",
+        click: () => { base = at; draw(chosen); },
+      }, make("title", {}, ["x", "y", "z", "core", "slice"].filter((d) => (nodes && d === "x") || extent[d] > 1).map((d) => `${nodes ? { x: "GPU", slice: "node" }[d] : d} ${at[d]}`).join(", ")));
+    });
+    const boxName = nodes ? "nodes" : "slices";
+    place.replaceChildren(make("svg", { viewBox: `0 0 ${width} ${height}`, style: `max-width:${Math.max(300, Math.min(width * 1.4, 620))}px`, role: "img",
+      "aria-label": single.map((row) => `${row.axes[0]}: ${row.stages.map(stageText).join(", ")}`).join("; ") },
+      ...ground(), ...shown.flatMap(pale), ...shown.flatMap(strong), ...devices),
+    ...(shownBoxes < boxes ? [make("p", { class: "dim" }, `the first ${shownBoxes} of ${boxes} ${boxName}`)] : []));
+  }
+  for (const row of section.querySelectorAll("tr[data-row]")) {
+    const k = Number(row.dataset.row);
+    row.addEventListener("pointerenter", () => draw(k));
+    row.addEventListener("pointerleave", () => draw());
+    row.addEventListener("focus", () => draw(k));
+    row.addEventListener("blur", () => draw());
+  }
+  draw();
+  return () => {};
+}
+
+/** The nodes of a layer in order: its input, parts of the model, and collectives between them; each with the dims of the arrays that it reads.
+ *  The ops of a module are one part, unless a node between them would read and feed it; without modules each matmul begins a part. */
+function layerNodes({ inputs, weights, steps, dims }) {
+  const start = { path: "", ops: [], sends: [], weights: new Map(), sources: new Map() }, nodes = [start];
+  const made = new Map(inputs.map((shard) => [shard, start])), stored = new Map(weights.map((shard) => [shard, { shard, sends: [] }]));
+  const add = (node) => { nodes.push(node); return node; };
+  const after = (node, other) => [...node.sources.keys()].some((source) => source === other || after(source, other));
+  const read = (node, shards) => shards.forEach((shard) => {
+    const weight = stored.get(shard);
+    if (weight) node.weights.set(weight.shard, node.weights.get(weight.shard)?.length ? node.weights.get(weight.shard) : weight.sends);
+    else if (made.has(shard) && made.get(shard) !== node && !node.sources.has(made.get(shard))) node.sources.set(made.get(shard), shard);
+  });
+  for (const step of steps) {
+    const active = step.reads.filter((shard) => made.has(shard)), kept = step.reads.map((shard) => stored.get(shard)).find(Boolean);
+    if (!active.length && !kept) continue; // constants
+    if (step.moves ? !step.sends.length : !step.op) {
+      step.makes.forEach((shard, k) => {
+        if (made.has(step.reads[k])) made.set(shard, made.get(step.reads[k]));
+        if (stored.has(step.reads[k])) stored.set(shard, stored.get(step.reads[k]));
+      });
+    } else if (!active.length) { // a weight, or a value computed from it alone
+      step.makes.forEach((shard) => stored.set(shard, { shard: kept.shard, sends: [...kept.sends, ...step.sends] }));
+    } else {
+      const sources = new Set(active.map((shard) => made.get(shard)));
+      let node = step.moves ? null : nodes.filter((one) => one.ops.length && (!step.path || one.path === step.path)).at(-1);
+      if (!node || [...sources].some((source) => source !== node && after(source, node)) || (!step.moves && !step.path && (step.matmul || !sources.has(node))))
+        node = add({ path: step.path ?? "", ops: [], sends: [], weights: new Map(), sources: new Map() });
+      if (!step.moves) node.ops.push(step);
+      node.sends.push(...step.sends);
+      read(node, step.moves ? active : step.reads);
+      step.makes.forEach((shard) => made.set(shard, node));
+    }
+  }
+  const shown = nodes.filter((node) => node === start || node.sources.size);
+  const paths = shown.filter((node) => node.ops.length && node.path).map((node) => node.path.split("/"));
+  const common = paths.length ? paths[0].findIndex((part, k) => paths.some((path) => path[k] !== part)) : 0;
+  const gate = ([op, colour, axes, bytes, seconds, hidden, why]) => ({ text: op, colour, axes, bytes, hidden, why, cost: bytesText(bytes) + (seconds ? `, ${secondsText(seconds)}` : "") });
+  return shown.map((node) => {
+    const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
+    const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
+    return {
+      name: (node.ops.length && (common < 0 ? "" : path.slice(common).at(-1))) || main?.op || "", part: node.ops.length > 0,
+      about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : "", gates: node.sends.map(gate),
+      weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
+      sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),
+    };
+  });
+}
+
+/** Draw a layer: its parts from top to bottom, in two columns where there is space, wires with dims, collectives as pills. */
+function drawLayer(place, data) {
+  const nodes = layerNodes(data), script = place.firstChild;
+  place.classList.add("layer");
+  return () => place.replaceChildren(script, ...(nodes.length > 2 && nodes.length <= 60 ? [layerPicture(place, nodes)] : [make("p", { class: "dim" }, "The layer is not drawn: it has too few or too many parts.")]));
+}
+
+function layerPicture(place, nodes) {
+  const FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", CHAR = 6.05, LINE = 13, WIDTH = 168, GAP = 12, MARGIN = 46;
+  const ink = (c) => `var(--${c === "cn" ? "none" : c.replace("c", "a")})`;
+  const words = (dims) => (dims.length ? dims.map(([name, c, axes]) => ({ text: axes ? `${name}:${axes}` : name, c })) : [{ text: "scalar", c: "cn" }]);
+
+  /** Words of dims in lines of at most `width` pixels. */
+  function wrapped(dims, width) {
+    const lines = [[]];
+    let used = 0;
+    for (const word of words(dims)) {
+      const length = (word.text.length + 1) * CHAR;
+      if (used + length > width + CHAR && lines.at(-1).length) { lines.push([]); used = 0; }
+      lines.at(-1).push(word);
+      used += length;
+    }
+    return lines;
+  }
+  const dimLines = (lines, x, y, anchor) => lines.map((line, k) => {
+    const text = make("text", { x, y: y + LINE * k, "font-size": 10, "font-family": FONT, "text-anchor": anchor, class: "dims" });
+    line.forEach((word, i) => text.append(make("tspan", { fill: word.c === "cn" ? "var(--dim)" : ink(word.c), "font-weight": word.c === "cn" ? 400 : 700 }, (i ? " " : "") + word.text)));
+    return text;
+  });
+  function pill(gate, x, y, width) {
+    const fill = ink(gate.colour), lit = gate.hidden ? `color-mix(in srgb, ${fill} 30%, var(--page))` : fill;
+    return make("g", { class: "gate", "data-op": gate.text, "data-axes": gate.axes, "data-bytes": gate.bytes },
+      make("rect", { x: x - width / 2, y, width, height: 19, rx: 9.5, fill: lit, stroke: fill }),
+      make("text", { x, y: y + 13, "font-size": width > 170 ? 10.5 : 9.5, "text-anchor": "middle", fill: gate.hidden ? "var(--ink)" : "var(--page)" },
+        make("tspan", { "font-weight": 650 }, gate.text), ` ${gate.cost}`),
+      make("title", {}, `${gate.text} over ${gate.axes}${gate.hidden ? ", overlaps with kernels" : ""}: ${gate.cost}\n${gate.why}`));
+  }
+
+  // levels: a node is below its sources; a collective is directly above its first reader
+  const level = nodes.map(() => 0), readers = nodes.map(() => []);
+  nodes.forEach((node, k) => {
+    for (const [source, dims] of node.sources) { level[k] = Math.max(level[k], level[source] + 1); readers[source].push([k, dims]); }
+  });
+  const isGate = (node) => !node.part;
+  const isSum = (node) => node.name === "add" && !node.weights.length && !node.gates.length;
+  const size = nodes.map((node, k) => {
+    if (k === 0) return { w: 96, h: 22 };
+    if (isGate(node)) return { w: 208, h: 19 + 22 * (node.gates.length - 1) };
+    if (isSum(node)) return { w: 24, h: 24 };
+    const rows = node.weights.reduce((n, w) => n + wrapped(w.dims, WIDTH - 16).length * LINE + w.gates.length * 22 + 4, 0);
+    return { w: WIDTH, h: 28 + rows + node.gates.length * 22 };
+  });
+  const levels = [];
+  nodes.forEach((_, k) => (levels[level[k]] ??= []).push(k));
+
+  // two columns: the second one begins after the sum nearest to the middle
+  const wide = (place.clientWidth || 1100) >= 980;
+  const height = levels.map((of) => Math.max(...of.map((k) => size[k].h)));
+  const total = height.reduce((a, b) => a + b + 40, 0);
+  let cut = levels.length;
+  if (wide && levels.length > 7) {
+    let at = 0, best = Infinity;
+    levels.forEach((of, k) => {
+      at += height[k] + 40;
+      if (of.length === 1 && isSum(nodes[of[0]]) && k < levels.length - 1 && Math.abs(at - total / 2) < best) { best = Math.abs(at - total / 2); cut = k + 1; }
+    });
+  }
+  const across = Math.max(...levels.map((of) => of.length)), columnWidth = 2 * MARGIN + Math.max(across * (WIDTH + GAP) - GAP, 300);
+  const at = nodes.map(() => null), bottoms = [0, 0];
+  levels.forEach((of, k) => {
+    const column = k < cut ? 0 : 1, x0 = column * (columnWidth + 24) + MARGIN, space = columnWidth - 2 * MARGIN;
+    if (k === cut) bottoms[1] = 42;
+    const y = bottoms[column] + (k === 0 ? 6 : 0), step = space / of.length;
+    of.forEach((node, i) => { at[node] = { x: of.length === 1 ? x0 + space / 2 : x0 + space / 2 + (i - (of.length - 1) / 2) * Math.min(step, WIDTH + GAP), y, column }; });
+    const labels = Math.max(1, ...of.map((node) => (readers[node].length ? wrapped(readers[node][0][1], of.length > 1 ? WIDTH : 300).length : 1)));
+    bottoms[column] = y + height[k] + 22 + LINE * labels;
+  });
+
+  const wires = [], labels = [], boxes = [];
+  const wire = (d) => wires.push(make("path", { d, fill: "none", stroke: "var(--none)", "stroke-width": 1.4 }));
+  const top = { x: columnWidth + 24 + columnWidth / 2, y: 14 };
+  const crossing = cut < levels.length ? levels[cut - 1][0] : -1;
+  nodes.forEach((node, k) => node.sources.forEach(([source]) => {
+    const crossed = source === crossing && at[k].column === 1;
+    const from = crossed ? { x: top.x, y: top.y } : { x: at[source].x, y: at[source].y + size[source].h }, to = at[k];
+    const direct = crossed ? level[k] === cut : level[k] - level[source] === 1;
+    if (direct) {
+      const mid = to.y - 10;
+      wire(from.x === to.x ? `M${from.x} ${from.y}V${to.y}` : `M${from.x} ${from.y}V${mid - 8}Q${from.x} ${mid} ${from.x + Math.sign(to.x - from.x) * 8} ${mid}H${to.x - Math.sign(to.x - from.x) * 8}Q${to.x} ${mid} ${to.x} ${to.y}`);
+    } else { // around the parts between them, at the left
+      const left = to.column * (columnWidth + 24) + MARGIN / 2, middle = to.y + size[k].h / 2;
+      wire(`M${from.x} ${from.y + 6}H${left + 8}Q${left} ${from.y + 6} ${left} ${from.y + 14}V${middle - 8}Q${left} ${middle} ${left + 8} ${middle}H${to.x - size[k].w / 2}`);
+    }
+  }));
+  const name = (k, text) => make("text", { x: at[k].x, y: at[k].y + 17, "font-size": 12, "font-weight": 650, "text-anchor": "middle", fill: "var(--ink)" }, text);
+  nodes.forEach((node, k) => {
+    const { x, y } = at[k], { w, h } = size[k];
+    if (k === 0) boxes.push(name(k, "input of the layer"));
+    else if (isGate(node)) node.gates.forEach((gate, i) => boxes.push(pill(gate, x, y + 22 * i, w)));
+    else if (isSum(node)) boxes.push(make("circle", { cx: x, cy: y + 12, r: 11, fill: "var(--page)", stroke: "var(--ink)" }), make("text", { x, y: y + 17.5, "font-size": 17, "text-anchor": "middle", fill: "var(--ink)" }, "+"));
+    else {
+      const box = make("g", { class: "part" }, make("title", {}, node.about), make("rect", { x: x - w / 2, y, width: w, height: h, rx: 7, fill: "var(--soft)", stroke: "var(--ink)", "stroke-width": 1.2 }),
+        make("text", { x: x - w / 2 + 9, y: y + 18, "font-size": 12.5, "font-weight": 650, fill: "var(--ink)" }, node.name),
+        make("text", { x: x + w / 2 - 9, y: y + 18, "font-size": 10.5, "text-anchor": "end", fill: "var(--dim)" }, node.time));
+      let down = y + 33;
+      for (const weight of node.weights) {
+        const lines = wrapped(weight.dims, WIDTH - 16);
+        box.append(...dimLines(lines, x - w / 2 + 9, down, "start"));
+        down += LINE * lines.length - 5;
+        for (const gate of weight.gates) { box.append(pill(gate, x, down, WIDTH - 14)); down += 22; }
+        down += 9;
+      }
+      for (const gate of node.gates) { box.append(pill(gate, x, down - 8, WIDTH - 14)); down += 22; }
+      boxes.push(box);
+    }
+    const [first] = readers[k];
+    const many = levels[level[k]].length > 1;
+    if (first) labels.push(...dimLines(wrapped(first[1], many ? WIDTH : 300), many ? x : x + 8, y + h + 15, many ? "middle" : "start"));
+  });
+  if (crossing >= 0) {
+    const dims = readers[crossing].find(([k]) => at[k].column === 1)[1];
+    labels.push(make("circle", { cx: top.x, cy: top.y, r: 4, fill: "var(--none)" }), ...dimLines(wrapped(dims, 300), top.x + 10, top.y + 4, "start"));
+    wire(`M${at[crossing].x} ${at[crossing].y + 24}v26`);
+    labels.push(make("text", { x: at[crossing].x + 8, y: at[crossing].y + 24 + 30, "font-size": 10.5, fill: "var(--dim)" }, "continues at the right"));
+  }
+  const last = nodes.length - 1;
+  wire(`M${at[last].x} ${at[last].y + size[last].h}v16`);
+  labels.push(make("text", { x: at[last].x + 8, y: at[last].y + size[last].h + 16, "font-size": 10.5, fill: "var(--dim)" }, "output of the layer"));
+  const width = (cut < levels.length ? 2 : 1) * (columnWidth + 24) - 24, tall = Math.max(...bottoms) + 8;
+  return make("svg", { viewBox: `0 0 ${width} ${tall}`, width, style: "max-width:100%;height:auto", role: "img", "aria-label": place.dataset.label },
+    ...wires, ...labels, ...boxes);
+}
+
+/** The step times of plans, and the peaks of a device, as bars with their parts. */
+function drawBars(place, sides) {
+  const kinds = new Map();
+  const bars = (title, text, of) => {
+    const shown = sides.filter(of), total = (side) => of(side).reduce((sum, [, , n]) => sum + n, 0), longest = Math.max(...shown.map(total)) || 1;
+    shown.flatMap(of).forEach(([css, name]) => kinds.set(css, name));
+    return shown.length ? [make("div", { class: "parts bars" }, make("div", {}, title), ...shown.map((side) =>
+      make("div", {}, make("span", {}, side.name), make("span", { class: "track" }, ...of(side).map(([css, name, n]) => make("i", { class: css, style: `width:${(100 * n) / longest}%`, title: `${name}: ${text(n)}` }))),
+        make("span", { class: "n" }, text(total(side))))))] : [];
+  };
+  const seconds = (side) => side.seconds && [["ink", "kernels", side.seconds[0]], ["wait", "exposed communication", side.seconds[1]]];
+  place.prepend(...bars("step", secondsText, seconds), ...bars("peak memory of a device", memoryText, (side) => side.memory),
+    make("div", { class: "key" }, ...[...kinds].map(([css, name]) => make("span", { class: css }, make("i", {}), name))));
+  return () => {};
+}

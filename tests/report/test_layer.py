@@ -1,0 +1,121 @@
+"""The drawing of a layer: its parts, the dims of the arrays between them, and the collectives of the loop's body."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import lab_program
+import pytest
+from browser import chromium
+from flax import linen as nn
+
+import meshpar as mp
+
+LAYOUT = "; ".join(lab_program.RULES)
+
+
+@pytest.fixture
+def nodes_of(page, tmp_path):
+    """A function that returns the nodes of the drawing of a plan, as the script of its page has them."""
+
+    def nodes(plan):
+        plan.save(tmp_path / "plan.html")
+        page.goto((tmp_path / "plan.html").as_uri())
+        data = page.locator("[data-draw=drawLayer] script")
+        return data.evaluate("(data) => layerNodes(JSON.parse(data.textContent))") if data.count() else []
+
+    return nodes
+
+
+def words(dims):
+    """``batch:data embed``."""
+    return " ".join(f"{name}:{axes}" if axes else name for name, _, axes in dims)
+
+
+class Block(nn.Module):
+    """A part with a residual connection around two matmuls."""
+
+    @nn.compact
+    def __call__(self, x):
+        up = nn.Dense(64, use_bias=False, name="up")(nn.LayerNorm(use_bias=False, name="norm")(x))
+        return x + nn.Dense(32, use_bias=False, name="down")(jnp.tanh(up))
+
+
+class Model(nn.Module):
+    """Three blocks, unrolled."""
+
+    @nn.compact
+    def __call__(self, x):
+        for k in range(3):
+            x = Block(name=f"layer_{k}")(x)
+        return x
+
+
+def unrolled(layout):
+    model, x = Model(), jax.ShapeDtypeStruct((16, 8, 32), jnp.float32)
+    weights = jax.eval_shape(model.init, jax.random.key(0), x)
+
+    def step(weights, x):
+        gradients = jax.grad(lambda w: jnp.mean(model.apply(w, x) ** 2))(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+
+    dims = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed", "*/norm/*": "embed", "x": "batch seq embed"}
+    return mp.plan(step, weights, x, dims=dims, mesh="data=4, model=4", topology="v5e:4x4", layout=layout)
+
+
+def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_connection(nodes_of):
+    nodes = nodes_of(unrolled("batch: data; mlp, seq: model; embed: data"))
+    names = [n["name"] for n in nodes if not (n["gates"] and not n["weights"])]
+    assert names[1:] == ["norm", "up", "tanh", "down", "add"]
+    assert "layer_0/up" in next(n["about"] for n in nodes if n["name"] == "up")
+    (total,) = (n for n in nodes if n["name"] == "add")
+    read = [words(dims) for _, dims in total["sources"]]
+    assert next(nodes[k]["name"] for k, _ in total["sources"]) == ""  # the input; the other one is a reduce-scatter
+    assert read == ["batch:data seq:model embed"] * 2
+    weights = {n["name"]: [(words(w["dims"]), [g["text"] for g in w["gates"]]) for w in n["weights"]] for n in nodes}
+    assert weights["up"] == [("embed:data mlp:model", ["all-gather"])]
+    assert weights["down"] == [("mlp:model embed:data", ["all-gather"])]
+    assert all(n["time"] for n in nodes if n["name"] in ("up", "down"))
+    between = [(n["gates"][0]["text"], n["gates"][0]["axes"], words(n["sources"][0][1])) for n in nodes if n["gates"]]
+    assert between == [
+        ("all-gather", "model", "batch:data seq:model embed"),
+        ("reduce-scatter", "model", "batch:data seq embed"),
+    ]
+    assert all(k < at for at, n in enumerate(nodes) for k, _ in n["sources"] if n["name"] != "tanh")
+
+
+def test_a_program_without_matmuls_has_no_drawing(nodes_of):
+    x = jax.ShapeDtypeStruct((16,), jnp.float32)
+    assert nodes_of(mp.plan(lambda x: x + 1, x, mesh="data=4", layout="batch: data", dims={"x": "batch"})) == []
+
+
+def test_without_a_chip_no_seconds_are_drawn(nodes_of):
+    nodes = nodes_of(lab_program.planned(lab_program.MESH, LAYOUT, None))
+    assert {n["time"] for n in nodes} == {""}
+    assert all("s" not in g["cost"].split("B")[1] for n in nodes for w in n["weights"] for g in w["gates"])
+
+
+@pytest.mark.parametrize("width", [1280, 380])
+@pytest.mark.parametrize("layout", [LAYOUT, "batch: data; mlp: model", "batch: data", ""])
+def test_the_collectives_of_a_drawing_are_those_of_the_loop(page, layout, width, tmp_path):
+    plan = lab_program.planned(lab_program.MESH, layout)
+    plan.save(tmp_path / "plan.html")
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto((tmp_path / "plan.html").as_uri())
+    drawn = page.locator(".layer .gate").evaluate_all(
+        "all => all.map(({ dataset: d }) => [d.op, d.axes, Number(d.bytes)])"
+    )
+    want = [[c.op, "+".join(c.axes), c.bytes] for c in plan.body.loops[0].body.sends]
+    assert Counter(map(tuple, drawn)) == Counter(map(tuple, want))
+    assert page.locator(".layer .part").count() == 2  # two matmuls; tanh is in the first one
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.fixture(scope="module")
+def page():
+    with chromium() as browser:
+        page = browser.new_page()
+        wrong = []
+        page.on("pageerror", lambda e: wrong.append(str(e)))
+        yield page
+        assert wrong == []
