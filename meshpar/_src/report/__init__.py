@@ -10,6 +10,9 @@
     timeline  the schedule of a step, as a drawing and as a trace
     sections  the parts that text and page share
     pipeline  the part about pipelines
+    layer     the part about one layer, as a drawing
+    shards    the part about how arguments are sharded, as a drawing
+    torus     the part about mesh axes on the chips of slices, and bytes on links
     hints     changes that would save memory or bytes
     facts     what reports say of a plan: groups of arguments and collectives, effects of rules
     names     the table of inferred names
