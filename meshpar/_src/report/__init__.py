@@ -7,7 +7,7 @@
     html      a plan as a page or a notebook cell
     diff      two plans compared
     data      a plan as JSON
-    timeline  the schedule of a step, as a drawing and as a trace
+    timeline  the schedule of a step as spans, for pages and trace viewers
     sections  the parts that text and page share
     pipeline  the part about pipelines
     layer     the part about one layer, as a drawing
