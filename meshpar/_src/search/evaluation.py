@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import MeshparError
-from ..cost.caching import free_caches
+from ..cost.kernels import free_caches
 from ..hardware.topology import Torus, joined, torus_of_slices
 from ..layout import Layout
 from ..mesh import planned_mesh
