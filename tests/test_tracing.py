@@ -141,6 +141,16 @@ def test_names_from_computations_that_nothing_reads_are_inferred():
     np.testing.assert_array_equal(run(jnp.ones((8, 16)), jnp.ones((16, 32))), 2.0)
 
 
+def test_some_dims_are_named_from_computations_that_nothing_reads():
+    def step(x):
+        y = jnp.full((8, 16), 3.0)
+        x + y
+        return y * 2
+
+    run = mp.jit(step, mesh="data=8", layout="batch: data", dims={"x": "batch _"})
+    assert run(jnp.ones((8, 16))).sharding.spec == jax.sharding.PartitionSpec("data")
+
+
 def tree_of(**leaves):
     return {"model": leaves}
 

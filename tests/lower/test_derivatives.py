@@ -168,6 +168,10 @@ def test_results_of_a_rewritten_program_that_are_no_floats():
     assert_same(jax.value_and_grad(run, has_aux=True)(x, n), jax.value_and_grad(f, has_aux=True)(x, n))
 
 
+def test_a_result_that_does_not_divide():
+    assert_derivatives(lambda x: jnp.sin(x[1:] * x[:1]), X, layouts=["batch: data"], dims={"x": "batch _"})
+
+
 # -- barriers
 
 

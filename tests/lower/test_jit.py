@@ -72,6 +72,8 @@ def test_an_explicit_spec_overrides_the_claims():
     moved = [c for c in step.plan(x).collectives if c.op == "all-to-all"]
     assert len(moved) == 1
     assert moved[0].axes == ("data",)
+    total = mp.jit(lambda x: jnp.tanh(fn(x)).sum(), mesh="data=8", layout="a: data", dims={"x": "a b"}, lowering="jit")
+    assert "all-to-all" in total.lower(x).compile().as_text()
 
 
 def test_state_is_born_sharded():

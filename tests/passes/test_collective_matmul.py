@@ -320,6 +320,16 @@ def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
     assert "pairs are lowered as 1 rings, 1 fused kernels (overlap=pallas)" in str(both)
 
 
+@pytest.mark.parametrize(("products", "choice"), [(1, "pallas"), (2, "xla")])
+def test_a_fused_kernel_transposes_the_sum_of_one_matmul_only(products, choice):
+    def step(x, w):
+        return sum(jnp.swapaxes(y @ w, 0, 1) for y in [x, 2 * x][:products])
+
+    args, dims = (bf16(64, 2048, 14336), bf16(14336, 4096)), {"x": "batch seq mlp", "w": "mlp embed"}
+    plan = mp.plan(step, *args, layout=MLP, dims=dims, overlap="pallas", **SLICE)
+    assert found(plan) == [("scatter", choice, ("model",), products)]
+
+
 ABSTRACT = {"mesh": jax.sharding.AbstractMesh((1, 8), ("data", "model")), "topology": None}
 
 

@@ -102,3 +102,15 @@ def test_microbatches_with_fewer_rows_than_devices(microbatches, warns):
         assert f"make `batch` a multiple of {microbatches * 8}" in text
     else:
         assert not said
+
+
+@pytest.mark.parametrize("rows", [10, 12])
+def test_a_loop_over_some_rows_is_not_over_microbatches(rows):
+    """A loop over 3 parts of 3 rows: of 10 rows, 3 parts leave one; 12 rows have 4 parts."""
+
+    def step(x):
+        parts = mp.named(x[:9].reshape(3, 3, 16), "_ batch _")
+        return jax.lax.scan(lambda total, part: (total + (part @ part.T).sum(), None), 0.0, parts)[0]
+
+    plan = mp.plan(step, f32(rows, 16), mesh="data=2", layout="batch: data", dims={"x": "batch _"})
+    assert any("does not divide" in n for n in plan.notes)

@@ -59,6 +59,8 @@ def test_operands_that_do_not_fit():
         product(jnp.ones((2, 3)), jnp.ones(3))
     with pytest.raises(UnsupportedError, match="a dim of size 4 is not `k`"):
         product(jnp.ones((2, 3)), jnp.ones((4, 2)))
+    with pytest.raises(UnsupportedError, match="a dim of size 6 is not `m k`"):
+        mp.kernel_rule("(m k) -> (m k)")(jnp.sin)(jnp.ones(6))
 
     @mp.kernel_rule("m k, k n -> m n, m")
     def too_few(x, w):

@@ -98,6 +98,7 @@ MOVES = {
     "the last": lambda x: x[:, -1],
     "one in the middle": lambda x: x[:, 8:9, 1:],
     "one of booleans": lambda x: (x > 0)[:, 3] * x[:, 20],
+    "padding alone": lambda x: jnp.pad(x[:, :0], ((0, 0), (5, 19), (0, 0)), constant_values=2.0),
     "cut to one": lambda x: lax.pad(x, 0.0, ((0, 0, 0), (-5, -18, 0), (0, 0, 0))),
     "does not divide": lambda x: x[:, 1:],
 }
@@ -209,6 +210,7 @@ BLOCK = 6 * ROW
         (conv(3, 2)[0], {("collective-permute", ROW): 1}),  # SAME pads at the end only
         (conv(15)[0], {("collective-permute", ROW): 1, ("collective-permute", BLOCK): 2}),  # both ends at once
         (conv(29)[0], {("all-gather", 3 * BLOCK): 1}),  # halos would be as much
+        (conv(24, 1, ((0, 23),))[0], {("all-gather", 3 * BLOCK): 1}),  # as many results as elements of the window
         (conv(1, 2)[0], {}),
         (
             conv(3)[1],

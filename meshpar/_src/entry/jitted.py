@@ -438,13 +438,13 @@ class Jitted(Generic[P, R]):
         with self._flattened(args, kwargs) as call:
             compiled = self._compiled(call)
             out = self._unflattened(call, compiled(call.leaves))
-        if self._on_own_mesh() and not call.nodes:  # the key depends on the mesh in context
+        if not call.nodes:  # the key depends on the mesh in context
             self._caches.compiled.put(self._roles.flatten(args, kwargs).key, compiled)
         return out
 
     def _on_own_mesh(self) -> bool:
         """Whether JAX's mesh is the mesh of the step, or there is none, so that a compiled step can be called as it is."""
-        return is_context(self._auto) or (self.mesh is not self._auto and is_context(self.mesh))
+        return is_context(self._auto) or is_context(self.mesh)
 
     def _on_context(self) -> Jitted[P, R]:
         """This step, or the same step on the mesh of ``jax.set_mesh`` if that differs only in that its axes are Explicit: the

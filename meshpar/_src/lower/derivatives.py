@@ -109,7 +109,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, of: _Lowered) -> tu
 
     linear = of.derivative(("jvp", moving), tangent, names, avals)
     linear.pullback = pullback
-    found = iter(lowered_p.bind(*primals, *(tangents[i] for i in moving), of=linear) if floats and moving else [])
+    found = iter(lowered_p.bind(*primals, *(tangents[i] for i in moving), of=linear) if moving else [])
     return lowered_p.bind(*primals, of=of), [
         next(found) if moving and _is_float(a) else ad.Zero(a.to_tangent_aval()) for a in of.avals
     ]

@@ -292,7 +292,7 @@ class _FrameWriter:
         now = self.read(eqn.invars[0])
         if out in lowering.reduces:
             now = self.constrain(now, spec, eqn)
-        elif value is not None and out not in lowering.partial and lowering.stored(value) != spec:
+        elif out not in lowering.partial:
             now = self.operand(eqn.invars[0], value, spec, op)
         self.current[eqn.outvars[0]] = now
 

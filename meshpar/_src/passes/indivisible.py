@@ -111,7 +111,7 @@ def microbatch_text(plan: Plan, dim: IndivisibleDim) -> str | None:
     name, shards = dim.rule.dim, math.prod(plan.sizes[a] for a in dim.rule.axes)
     inputs = [v for v in plan.program.inputs if v.kind is None and v.shape]
     rows = max((v.shape[0] for v in inputs if plan.program.dims(v)[0] == name), default=0)
-    if rows % shards or rows % dim.size or rows <= dim.size or not _is_looped(plan, dim, rows // dim.size):
+    if rows % shards or rows <= dim.size or not _is_looped(plan, dim, rows):
         return None
     share = sum(r.share for r in redundant_matmuls(plan) if name in r.dims and set(r.axes) & set(dim.rule.axes))
     repeated = f", and devices repeat {100 * share:.0f} % of the matmul FLOPs of the step" * (share >= 0.01)
@@ -122,12 +122,12 @@ def microbatch_text(plan: Plan, dim: IndivisibleDim) -> str | None:
     )
 
 
-def _is_looped(plan: Plan, dim: IndivisibleDim, count: int) -> bool:
-    """Whether a loop runs ``count`` times, each time for one part of the size of ``dim``."""
+def _is_looped(plan: Plan, dim: IndivisibleDim, rows: int) -> bool:
+    """Whether the iterations of a loop are for the parts of ``rows``, each of the size of ``dim``."""
     parts = [
         shard.value
         for step in plan.body.all_steps
-        if isinstance(step, Loop) and step.body.trip_count == count
+        if isinstance(step, Loop) and step.body.trip_count == rows / dim.size
         for shard in step.body.inputs[len(step.inits) :]
         if shard is not None and shard.value.shape
     ]

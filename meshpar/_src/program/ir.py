@@ -259,7 +259,7 @@ class Join:
         return bool(near(self.first, [self.second], cutoff=SPELLING_SIMILARITY))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Program:
     """A traced function: a jaxpr, and a name for every dim of every value.
 
@@ -285,7 +285,7 @@ class Program:
     pipelines: tuple[Any, ...] = ()
     inferred: dict[str, Any] = field(default_factory=dict)
     metadata_names: frozenset[str] = frozenset()
-    _results: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False)
+    _results: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False)
 
     def cached(self, make: Callable[..., T], *key: Hashable) -> T:
         """``make(program, *key)``, computed once and shared by the plans of all layouts; freed with the program.

@@ -46,7 +46,7 @@ def runs_of(table: Sequence[int] | np.ndarray, breaks: Sequence[int] = ()) -> Ru
     entries.
     """
     entries = np.asarray(table, np.int64)
-    kind = np.where(entries < 0, entries, np.searchsorted(breaks, entries, "right"))
+    kind = np.searchsorted([ZERO, 0, *breaks], entries, "right")
     step = np.where(kind[1:] == kind[:-1], np.diff(entries), np.nan)  # nan equals nothing, and so separates runs
     edges = [0, *(np.flatnonzero(step[1:] != step[:-1]) + 1).tolist(), len(step)] if len(step) else []
     runs: list[tuple[int, int, int]] = []

@@ -243,7 +243,7 @@ def pad(eqn, ins, outs) -> OpRule:
     r = _resizing_rule(ins[0], outs[0], exchange_kind(eqn), elements, [tuple(c) != (0, 0, 0) for c in config])
     r.ins.append(())
     for d, (low, high, inner) in enumerate(config):
-        if (low, high, inner) != (0, 0, 0) and ins[0][d] > 1 and outs[0][d] > 1:
+        if (low, high, inner) != (0, 0, 0) and ins[0][d] > 1:
             r.windows[0, d] = functools.partial(_pad_window, low, inner + 1, ins[0][d], outs[0][d])
     return with_halo_sends(r, eqn, "elements of other shards")
 
