@@ -6,7 +6,7 @@ that order. Where cost decides about rings, plans with and without them are comp
 .. code-block:: text
 
     ranked             the best plan before any pass
-    lowering           what lowering="auto" is
+    lowering           the lowering for lowering="auto"
     collective_matmul  rings and fused kernels in place of collectives next to matmuls
     equal_sends        equal halo exchanges are merged
     schedule           the order of matmuls that the program leaves open

@@ -19,12 +19,12 @@
     checks              errors of planning
     causes              why a collective is needed, in words
     collective_records  makes the records of collectives
-    collectives         what a record of a collective is
+    collectives         the record of a collective
     resharding          the moves between two specs
     spec                shard shapes and bytes of a spec
-    steps               what the steps of a plan are
-    plan                what a plan is
-    request             what is asked for: layout, mesh, options
+    steps               the steps of a plan
+    plan                the plan
+    request             the request: layout, mesh, options
     text                the steps as text
     verify              invariants of the steps
 """

@@ -3,7 +3,7 @@
 .. code-block:: text
 
     trace              a function as a closed jaxpr
-    ir                 what a program is: values and ops, their names, their lines
+    ir                 the classes of a program: values and ops, their names, their lines
     infer              makes a program from a jaxpr and the names of its inputs
     names              which dims are the same, and their names: unification
     guessed_names      names for dims that nobody named, from their uses
@@ -17,7 +17,7 @@
     scalars            constant scalars
     jaxprs             functions that rewrite jaxprs
     casts              rewrite: equal conversions are merged
-    sums               rewrite: cotangents are added in another order
+    sums               rewrite: additions of cotangents in another order
     divisible_rewrite  rewrite: slices, concatenations and reshapes of split dims stay split
     pipeline           rewrite: stacked layers as pipeline stages
 """

@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    document  what every report is: text, HTML, a file
+    document  the class of all reports: text, HTML, a file
     text      a plan in the terminal
     html      a plan as a page or a notebook cell
     diff      two plans compared
@@ -14,7 +14,7 @@
     shards    the part about how arguments are sharded, as a drawing
     torus     the part about mesh axes on the chips of slices, and bytes on links
     hints     changes that would save memory or bytes
-    facts     what reports say of a plan: groups of arguments and collectives, effects of rules
+    facts     groups of arguments and collectives, effects of rules
     names     the table of inferred names
     tables    tables for terminals and pages
     colours   a colour for each mesh axis

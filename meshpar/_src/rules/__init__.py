@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    elementwise   primitives of which each element of the result reads one of every operand
+    elementwise   elementwise primitives
     matmul_conv   matmuls, ragged matmuls, convolutions
     reduce        reductions of dims
     cumulative    cumulative sums, products and extrema
@@ -18,8 +18,8 @@
     kernel        opaque kernels with a rule of the user's
     host          callbacks into Python
     registry      the table of all entries
-    rule          what a factor rule is
-    local         what a local form is
+    rule          the class of factor rules
+    local         the class of local forms
     halo          exchanges of the elements outside of a shard that windows read
     owned         arrays to which one device contributes each element
     partial       which ops may be applied to partial values

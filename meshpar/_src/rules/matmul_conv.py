@@ -207,14 +207,14 @@ def _conv_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, i
     the elements between are zeros: every element of the input is multiplied by every tap.
     """
     p, dn = eqn.params, eqn.params["dimension_numbers"]
-    whole, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     rows, window = lhs[dn.lhs_spec[0]], rhs[dn.rhs_spec[1]]
     for k, (i, j, o) in enumerate(zip(dn.lhs_spec[2:], dn.rhs_spec[2:], dn.out_spec[2:], strict=True)):
         dilated = p["lhs_dilation"][k] > 1
         if is_kernel_gradient(p, k, eqn.invars[1].aval.shape[j], out[o]):
             rows, window = rows * out[o], window * (lhs[i] if dilated else rhs[j])
         else:
-            rows, window = rows * (lhs[i] if dilated else out[o] * lhs[i] // whole[i]), window * rhs[j]
+            rows, window = rows * (lhs[i] if dilated else out[o] * lhs[i] // shape[i]), window * rhs[j]
     return 1, rows // p["batch_group_count"], rhs[dn.rhs_spec[0]], window
 
 
