@@ -104,7 +104,7 @@ PODS = {
     ),
 }  # fmt: skip
 M16, M64 = {"microbatches": 16}, {"microbatches": 64}
-FEW = {**M16, "layers": 8}
+EIGHT_LAYERS = {**M16, "layers": 8}
 CHUNKS = {"loss": "tokens", "loss_chunks": 8}
 EIGHT, SEVENTY, FOUR = "stage=4, data=4, model=4", "stage=8, data=8, model=8", "stage=2, data=64, model=8"
 FULL = f"{TENSOR}; vocab: model; seq: model"
@@ -118,11 +118,11 @@ PROGRAMS = (
     Program("four rounds, FSDP, gathered once, 1f1b-overlap", "8b", EIGHT, f"{FOUR_ROUNDS}; embed: data", M16, {**ONCE, **OVERLAP}),
     Program("idle, ZeRO-1", "8b", EIGHT, f"{FULL}; opt.embed: data", M16),
     Program("no stages, FSDP and tensor", "8b", "data=16, model=4", llama.FSDP_TENSOR_SEQUENCE, CHUNKS),
-    Program("stages, FSDP, gathered once", "8b, 8 layers", EIGHT, f"{STAGES}; embed: data", FEW, ONCE),
-    Program("two rounds, FSDP, gathered once", "8b, 8 layers", EIGHT, f"{TWO}; embed: data", FEW, ONCE),
-    Program("two rounds, FSDP, gathered once, 1f1b-overlap", "8b, 8 layers", EIGHT, f"{TWO}; embed: data", FEW,
+    Program("stages, FSDP, gathered once", "8b, 8 layers", EIGHT, f"{STAGES}; embed: data", EIGHT_LAYERS, ONCE),
+    Program("two rounds, FSDP, gathered once", "8b, 8 layers", EIGHT, f"{TWO}; embed: data", EIGHT_LAYERS, ONCE),
+    Program("two rounds, FSDP, gathered once, 1f1b-overlap", "8b, 8 layers", EIGHT, f"{TWO}; embed: data", EIGHT_LAYERS,
             {**ONCE, **OVERLAP}),
-    Program("stages, FSDP, gathered once, zb", "8b, 8 layers", EIGHT, f"{STAGES}; embed: data", FEW, {**ONCE, **ZERO}),
+    Program("stages, FSDP, gathered once, zb", "8b, 8 layers", EIGHT, f"{STAGES}; embed: data", EIGHT_LAYERS, {**ONCE, **ZERO}),
     Program("stages, ZeRO-1", "70b", SEVENTY, f"{STAGES}; opt.embed: data", M64),
     Program("stages, FSDP, gathered once, no rings", "70b", SEVENTY, f"{STAGES}; embed: data", M64, {**ONCE, "overlap": "xla"}),
     Program("stages, FSDP, gathered once, no rings, 1f1b-overlap", "70b", SEVENTY, f"{STAGES}; embed: data", M64,

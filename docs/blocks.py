@@ -266,11 +266,11 @@ def plain(text: str) -> str:
 def coloured(text: str) -> str:
     """The text as HTML, with a ``span`` of the class ``sgr-N`` for each escape sequence of colour or weight N."""
     parts, is_open = [], False
-    for k, piece in enumerate(_ESCAPE.split(text)):
+    for k, run in enumerate(_ESCAPE.split(text)):
         if k % 2 == 0:
-            parts.append(html.escape(piece))
+            parts.append(html.escape(run))
             continue
-        codes = [code for code in piece.split(";") if code not in ("", "0")]
+        codes = [code for code in run.split(";") if code not in ("", "0")]
         parts.append("</span>" * is_open)
         is_open = bool(codes)
         parts.append(f'<span class="{" ".join(f"sgr-{code}" for code in codes)}">' * is_open)

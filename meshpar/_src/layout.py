@@ -30,6 +30,8 @@ _LEFT = re.compile(
 _AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")
 _PAIRS = re.compile(r"""[^",:]+:[^",:]+(,[^",:]+:[^",:]+)+\Z""")
 """Rules of one dim each that commas separate, as in Mesh-TensorFlow: ``batch:rows,hidden:cols``."""
+UNSHARDED = "(nothing sharded)"
+"""The text of an empty layout in reports."""
 SCOPES = ("params", "opt")
 
 _TENSOR = "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}"

@@ -235,7 +235,7 @@ _FORMATS: dict[str, tuple[str, Callable[[float], str], int]] = {
 def _line(step: int, values: Mapping[str, float]) -> str:
     """One line of text: ``step     20   loss     1.234   45.6 ms a step   1.05 × planned   …``.
 
-    Columns have fixed widths. What the plan gives, the same for every step, is left out.
+    Columns have fixed widths. Figures of the plan, the same for every step, are left out.
     """
     planned = values.get("planned_seconds")
     shown = dict(values) if not planned else {**values, "planned_ratio": values["step_seconds"] / planned}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import AbstractMesh, Mesh
 
 from . import report
-from .cost.caching import with_reasons
+from .cost.caching import with_shared_results
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
 from .cost.token_metrics import Decoding, decoding_of
@@ -113,7 +113,7 @@ class Plan(record.Plan, report.Document):
           >>> plan.with_tokens("batch").decoding.sequences
           32
         """
-        out = with_reasons(self, request=replace(self.request, tokens=dim))
+        out = with_shared_results(self, request=replace(self.request, tokens=dim))
         decoding_of(out)  # raises UnknownDimError
         return out
 

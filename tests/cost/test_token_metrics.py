@@ -114,3 +114,32 @@ def test_a_small_kernel_takes_2100_cycles_on_v6e():
     bytes_of_both = 2 * 4 * 2**26
     assert seconds(2**26) > bytes_of_both / 1.64e12
     assert seconds(2**27) == pytest.approx(2 * seconds(2**26))
+
+
+def test_a_merged_dim_grows_with_the_batch():
+    """[batch, 8, embed] is reshaped to [8 batch, embed]; its product with the weights is the largest array."""
+
+    def step(w, x):
+        return jax.nn.relu(x.reshape(-1, E) @ w["up"]) @ w["down"]
+
+    def made(batch):
+        shapes = {"up": (E, M), "down": (M, E)}
+        w = {name: jax.ShapeDtypeStruct(s, jnp.bfloat16) for name, s in shapes.items()}
+        x = jax.ShapeDtypeStruct((batch, 8, E), jnp.bfloat16)
+        dims = {"w/up": "embed mlp", "w/down": "mlp embed", "x": "batch beams embed"}
+        return mp.plan(step, w, x, mesh="data=8", topology="v5e:2x4", layout="batch: data", dims=dims)
+
+    d = made(B).with_tokens("batch").decoding
+    assert d.sequence_bytes == pytest.approx((8 * M + 8 * E) * 2 / 8, rel=0.15)
+    assert made(d.largest).memory.peak <= 15.75 * 2**30 < made(d.largest * 5 // 4 // 8 * 8).memory.peak
+
+
+def test_an_argument_that_nothing_reads_is_not_read():
+    args = {"w": jax.ShapeDtypeStruct((E, M), jnp.bfloat16), "x": jax.ShapeDtypeStruct((B, E), jnp.bfloat16)}
+    where = {"mesh": "data=8", "topology": "v5e:2x4", "layout": "", "dims": {"*w": "embed mlp", "*x": "batch embed"}}
+
+    def read(spare):
+        step = lambda args, spare: args["x"] @ args["w"]  # noqa: E731
+        return mp.plan(step, args, spare, **where).with_tokens("batch").decoding.bytes_read
+
+    assert read(jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)) == read(None) == 2 * (E * M + B * E)

@@ -12,8 +12,9 @@ import pytest
 from flax import nnx
 
 import meshpar as mp
-from meshpar._src.hardware.calibration import JAXLIB
-from meshpar._src.measurement import Candidate, calibrate
+from meshpar._src.hardware.calibration import JAXLIB, Calibration
+from meshpar._src.measurement import CalibrationResult, CalibrationRow, Candidate, calibrate, request_as_measured
+from meshpar._src.passes import replan
 
 OPTIMIZER = optax.adam(1e-2)
 DIMS = {"state/*/up": "embed mlp", "state/*/down": "mlp embed", "x": "batch embed"}
@@ -105,6 +106,30 @@ def test_rounds_are_interleaved_and_medians_taken():
     assert [sorted(order[3 + 6 * r : 9 + 6 * r]) for r in range(3)] == [sorted(2 * ["a: data", "b: data", ""])] * 3
 
 
+def test_the_fit_predicts_the_implementation_that_was_measured():
+    """Whether rings pay depends on the efficiencies; the program that was measured does not."""
+
+    def mlp(x, up, down):
+        return jax.nn.relu((x - x.mean(-1, keepdims=True)) @ up) @ down
+
+    def choices(plan):
+        return {o.choice for o in plan.overlaps}
+
+    args = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 2048, 4096), (4096, 28672), (28672, 4096))]
+    measured = mp.plan(
+        mlp, *args, mesh="data=16, model=16", topology="v5e:16x16", layout="batch: data; mlp: model; seq: model",
+        dims={"x": "batch seq embed", "up": "embed mlp", "down": "mlp embed"}, overlap="auto",
+    )  # fmt: skip
+    (choice,) = choices(measured)
+    free, pinned = set[str](), set[str]()
+    for efficiencies in itertools.product((0.1, 1.0), repeat=3):
+        with_them = {"calibrations": (Calibration("TPU v5 lite", JAXLIB, *efficiencies),)}
+        free |= choices(replan(measured, dataclasses.replace(measured.request, **with_them)))
+        pinned |= choices(replan(measured, dataclasses.replace(request_as_measured(measured), **with_them)))
+    assert free == {"ring", "xla"}
+    assert pinned == {choice}
+
+
 def test_numbers_that_differ_are_caught():
     traced = itertools.count(1)
 
@@ -176,3 +201,10 @@ def test_what_jit_returned_and_pairs_and_searches():
 def test_bad_input(options, error, says):
     with pytest.raises(error, match=says):
         mp.hardware.calibrate(train_step, *arguments(), dims=DIMS, **{"mesh": MESH, **options})
+
+
+def test_an_empty_layout_has_the_text_of_all_reports():
+    row = CalibrationRow("data=8", "", 1.0, 0.1, 1.0, 1.0, "shard_map")
+    found = CalibrationResult("cpu", 8, 1, (row,), Calibration("cpu", JAXLIB, 1.0, 1.0, 1.0), listed=False)
+    texts = [repr(found), str(found), found._repr_html_()]
+    assert [text.count("(nothing sharded)") for text in texts] == [1, 2, 2]

@@ -6,7 +6,7 @@ from arrays import f32
 
 import meshpar as mp
 from meshpar._src.plan.assignment import AxisAssignment
-from meshpar.errors import JoinWarning
+from meshpar.errors import DivisibilityError, JoinWarning
 
 SIZES = {"x": 2, "y": 2}
 
@@ -74,3 +74,22 @@ def test_an_elementwise_op_is_sharded_by_its_annotated_operands():
         result, work = (assignment.assignments()[i] for i in assignment.queries().of_op[op])
         assert work == (axes, ())
         assert result == assignment.value_spec(op.outs[0])
+
+
+def test_every_dim_that_a_rule_does_not_divide_is_kept():
+    """Of the first, whose name is inferred, there is a note; the second, which the user named, is an error."""
+
+    def fn(x):
+        return mp.named(x, "batch _") * 2
+
+    def plan(dims):
+        return mp.plan(fn, f32(6, 6), dims=dims, layout="batch: data; mlp: model", mesh="data=4, model=4")
+
+    with pytest.raises(DivisibilityError, match="x: dim `mlp` of size 6"):
+        plan({"x": "_ mlp"})
+    program = mp.plan(fn, f32(6, 6), dims={"x": "_ mlp"}, layout="", mesh="data=4").program
+    assignment = AxisAssignment(program, mp.Layout("batch: data; mlp: model"), {"data": 4, "model": 4})
+    (value,) = program.inputs
+    assert assignment.value_spec(value) == ((), ())
+    assert assignment.indivisible[value] == {0: 0, 1: 1}
+    assert {(i, rule) for _, i, rule in assignment.all_indivisible()} == {(0, 0), (1, 1)}

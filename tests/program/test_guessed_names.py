@@ -410,3 +410,20 @@ def test_scalars_and_equal_paths_are_not_in_the_patterns():
     step = mp.jit(loss, mesh="data=1", layout="batch?: data")
     assert float(step(params, jnp.ones((2, 4)))) == float(loss(params, jnp.ones((2, 4))))
     assert set(mp.infer_dims(loss, params, jnp.ones((2, 4)))) <= {"*/a/w", "*/b", "t/a/w", "t/b", "x"}
+
+
+def test_a_name_that_the_user_took_from_one_dim_is_free_for_another():
+    """Both dims of ``w`` would be ``embed``: rows of a table, with more evidence, and what residuals carry."""
+
+    def step(params, batch):
+        x = params["table"][batch["tokens"]] @ params["w"]
+        return x + jnp.tanh(x @ params["up"]) @ params["down"]
+
+    params = shapes({"table": (VOCAB, EMBED), "w": (EMBED, 40), "up": (40, 56), "down": (56, 40)})
+
+    def inferred(dims):
+        program = mp.plan(step, params, batch_of(), mesh="data=1", layout="", dims=dims).program.traced
+        return [vote and vote.name for vote in program.inferred["params/w"]]
+
+    assert inferred("auto") == ["embed", None]
+    assert inferred({"params/w": "row _", "*": "auto"}) == ["row", "embed"]

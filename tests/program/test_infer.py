@@ -522,6 +522,8 @@ def test_names_pass_into_operands_and_coverage_lists_what_has_no_name():
     p = plan(lambda x, w: x @ w, f32(2, 12), f32(12, 20), dims={"x": "batch embed"})
     assert names(p.inputs) == ["batch embed", "embed _"]
     assert p.program.coverage()[:2] == (4, 6)
+    empty = plan(lambda x: x * 2, f32(0, 12), dims={"x": "batch _"})
+    assert empty.program.coverage()[:2] == (0, 2)  # the dims of size 0 do not count
     (line,) = p.unnamed
     assert line.startswith("dot_general [2, 20] dim 1 at ")
     assert "test_infer.py" in line

@@ -75,6 +75,7 @@ def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_c
     weights = {n["name"]: [(words(w["dims"]), [g["text"] for g in w["gates"]]) for w in n["weights"]] for n in nodes}
     assert weights["up"] == [("embed:data mlp:model", ["all-gather"])]
     assert weights["down"] == [("mlp:model embed:data", ["all-gather"])]
+    assert all(n["time"] for n in nodes if n["name"] in ("up", "down"))
     between = [(n["gates"][0]["text"], n["gates"][0]["axes"], words(n["sources"][0][1])) for n in nodes if n["gates"]]
     assert between == [
         ("all-gather", "model", "batch:data seq:model embed"),

@@ -1,4 +1,4 @@
-"""Matmuls of ragged groups along split rows: equal to a loop over the groups in NumPy, and few bytes are sent."""
+"""Ragged matmuls along split rows: equal to a loop over the groups in NumPy, and few bytes are sent. FLOPs of convolutions."""
 
 import covering
 import jax
@@ -8,6 +8,9 @@ import pytest
 from jax import lax
 
 import meshpar as mp
+from meshpar._src.cost.flops import padded_flops
+from meshpar._src.plan.steps import Run
+from meshpar._src.rules import PRIMITIVES
 
 RNG = np.random.default_rng(0)
 SIZES = {
@@ -77,3 +80,40 @@ def test_batched_group_sizes_need_replicated_rows():
         dims=dims,
     )
     np.testing.assert_allclose(step(*args), jax.vmap(lax.ragged_dot)(*args), atol=1e-5)
+
+
+# -- FLOPs of convolutions
+
+
+def convolution(x, w, stride=2, groups=1):
+    how = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "feature_group_count": groups}
+    return lax.conv_general_dilated(x, w, (stride, stride), "SAME", **how)
+
+
+@pytest.mark.parametrize(("window", "channels", "features", "groups"), [(3, 32, 32, 32), (1, 64, 2, 1), (3, 8, 16, 2)])
+def test_each_gradient_of_a_strided_convolution_has_its_flops(window, channels, features, groups):
+    """Also where the taps, or the channels, are fewer than the zeros that the stride puts between elements."""
+    x, w = jnp.ones((2, 8, 8, channels)), jnp.ones((window, window, channels // groups, features))
+    gradients = jax.grad(lambda x, w: (convolution(x, w, groups=groups) ** 2).sum(), argnums=(0, 1))
+    eqns = [e for e in jax.make_jaxpr(gradients)(x, w).jaxpr.eqns if e.primitive.name == "conv_general_dilated"]
+    taps = window**2 * channels // groups
+    assert [PRIMITIVES[e.primitive.name].flops(e) for e in eqns] == 3 * [2 * (2 * 4 * 4) * taps * features]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("layout", ["batch: data", "height: data"])
+def test_a_device_has_its_share_of_the_flops_of_a_convolution(layout, stride):
+    """Of the convolution and of both gradients, also where devices exchange halos."""
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((8, 16, 16, 32), (3, 3, 32, 64))]
+    gradients = jax.grad(lambda x, w: (convolution(x, w, stride) ** 2).sum(), argnums=(0, 1))
+
+    def flops(layout):
+        dims = {"x": "batch height width channels", "w": "_ _ channels features"}
+        plan = mp.plan(gradients, *args, layout=layout, dims=dims, mesh="data=4")
+        return [
+            padded_flops(s, plan.sizes) for s in plan.body.all_steps if isinstance(s, Run) and s.op.primitive.matmul
+        ]
+
+    total = 2 * 8 * (16 // stride) ** 2 * 9 * 32 * 64
+    assert flops(layout) == 3 * [total / 4]
+    assert flops("") == 3 * [total]

@@ -328,6 +328,13 @@ def test_the_chosen_one_is_seen_where_one_on_the_front_lies_in_the_same_cell():
     assert "".join(drawn[:9]).count("★") == 1
 
 
+def test_the_best_candidate_without_rules_is_said_to_be_unsharded():
+    got = found()
+    row = replace(got.rows[0], layout="")
+    got = replace(got, best=row, rows=(row, *got.rows[1:]))
+    assert all("(nothing sharded)" in text for text in (repr(got), str(got), got._repr_html_()))
+
+
 def test_every_letter_of_the_plot_is_drawn_and_has_a_row():
     best = Row("data=8", "batch: data", 1.0, 100.0, 0.0, True)
     front = [Row("data=8", f"d{k}: data", 1.0 + k / 1e4, 100.0 - k / 1e4, 0.0, True, front=True) for k in range(1, 7)]
@@ -559,6 +566,7 @@ def test_the_answer_does_not_depend_on_the_hash_seed():
     ("options", "error", "says"),
     [
         ({"objective": "bytes"}, mp.errors.UnsupportedError, "objectives there are: memory, time"),
+        ({"verify": -1}, mp.errors.UnsupportedError, "verify=-1: it is at least 0"),
         ({"memory_fraction": 0.0}, mp.errors.UnsupportedError, "memory_fraction=0.0"),
         ({"max_plans": 0}, mp.errors.UnsupportedError, "max_plans=0: it is at least 1"),
         ({"max_axes": 0}, mp.errors.UnsupportedError, "max_axes=0"),

@@ -468,8 +468,8 @@ _UNTYPED: list[tuple[Any, str, Any]] = [
     (pjit, "reshard", _cast),
     (pjit.reshard_p, "bind", _reshard),
 ]
-"""Functions of JAX, and what they do while a step is traced with Explicit axes: arrays have no sharding in their type, so that no
-op requires one, and what asks for a sharding is a constraint."""
+"""Functions of JAX, and their behaviour while a step is traced with Explicit axes: arrays have no sharding in their type, no op
+requires one, and what asks for a sharding is a constraint."""
 
 
 _UNTYPED_TRACE = jax.make_user_context(False)
@@ -770,7 +770,7 @@ def _text(name_stack: Any) -> str:
 def module_of(eqn: JaxprEqn) -> str:
     """The path of the Flax modules and named scopes that made an equation: ``ViT/encoder/layer_0/attention``.
 
-    A rematerialized module of Flax has its complete path after that of the module that calls it, which is left out.
+    A rematerialized module of Flax has its complete path after the path of the module that calls it, which is left out.
     """
     scopes = (re.sub(r"^(?:\w+\()+|\)+$", "", scope) for scope in _text(eqn.source_info.name_stack).split("/"))
     path = [s for s in scopes if s and "->" not in s and s not in _CONTROL_FLOW_SCOPES]  # without einsums

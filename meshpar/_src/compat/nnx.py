@@ -1,6 +1,6 @@
 """The names of ``flax.nnx``, which is imported when one of them is first used: its import takes 0.15 s and loads IPython.
 
-Also the objects of a tree with identity: there are none before ``flax.nnx`` is imported.
+Also the objects of a tree with identity: no object exists before ``flax.nnx`` is imported.
 """
 
 import sys

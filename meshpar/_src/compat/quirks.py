@@ -58,7 +58,7 @@ LATE_RESULTS = Quirk(
     test="tests/passes/test_examples.py::test_the_example_of_a_pass",
     remove="with LATE_GRADIENTS",
 )
-"""Results that no matmul depends on, such as the loss, are computed at the end of the program, and what they are computed from
+"""Results that no matmul depends on, such as the loss, are computed at the end of the program, and their operands
 (float32 logits) stays in memory during the backward pass."""
 
 LATE_SLICE = Quirk(

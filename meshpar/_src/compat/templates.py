@@ -47,7 +47,7 @@ class Templates:
     def run(
         self, key: Hashable, operands: Sequence[Any], fn: Callable[[], list[Any]], sources: Sequence[SourceInfo]
     ) -> list[Any]:
-        """The results of ``fn()``, which adds equations; those of its template are added instead if it has run for an equal key.
+        """The results of ``fn()``, which adds equations; after a run for an equal key, the equations of its template are added.
 
         There is no template if the equations read other arrays than the operands, or have sources that are not given.
         """

@@ -15,13 +15,13 @@ P = TypeVar("P", bound=Plan)
 
 
 def cached_on_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
-    """A function of a plan that computes its result once per plan; plans are immutable, and free their results with them."""
-    name = f"{fn.__module__}.{fn.__qualname__}"
+    """A function of a plan that computes its result once per plan. The result is freed with the plan, also if it refers to it."""
+    name = key_on_plan(fn)
 
     @functools.wraps(fn)
     def once(plan: Plan) -> T:
         """The result of ``fn(plan)``, computed by the first call for this plan."""
-        cache = vars(plan)  # where cached properties are as well; a result that refers to the plan does not outlive it
+        cache = vars(plan)  # where cached properties are as well
         if name not in cache:
             with without_gc():
                 cache[name] = fn(plan)
@@ -30,27 +30,20 @@ def cached_on_plan(fn: Callable[[Plan], T]) -> Callable[[Plan], T]:
     return once
 
 
-def with_reasons(plan: P, **reasons: Any) -> P:
-    """A copy of a plan with other values of fields that are prose (reasons of decisions); it shares all cached results."""
-    new = replace(plan, **reasons)
-    for name, result in vars(plan).items():
-        vars(new).setdefault(name, result)
-    return new
+def key_on_plan(fn: Callable[[Plan], Any]) -> str:
+    """The key of the cached result of a function in ``vars(plan)``; ``fn`` itself, or what :func:`cached_on_plan` makes of it."""
+    return f"{fn.__module__}.{fn.__qualname__}"
 
 
-def free_caches(plan: Plan) -> None:
-    """Clear the cached results of a plan that is no longer used, so that reference counting frees them.
+def with_shared_results(plan: P, *others: Callable[[Plan], Any], **fields: Any) -> P:
+    """A copy of a plan with other values of some fields, which shares the cached results.
 
-    Kernels and buffers refer to each other. Left to the garbage collector, the ones of the many plans of a search would make it
-    traverse all objects of the program repeatedly.
+    Args:
+      others: the functions on plans whose results depend on these fields: the copy computes its own.
     """
-    cache = vars(plan)
-    todo = [cache.get("meshpar._src.cost.kernels.computation_of")]
-    while todo:
-        region = todo.pop()
-        if region is None:
-            continue
-        for node in region.nodes:
-            todo += node.bodies
-            node.ins, node.outs, node.reads, node.writes, node.carries = [], [], (), (), ()
-    cache.clear()
+    new = replace(plan, **fields)
+    own = {*map(key_on_plan, others)}
+    for name, result in vars(plan).items():
+        if name not in own:
+            vars(new).setdefault(name, result)
+    return new

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from ..compat.jax import pass_of
 from ..plan.plan import Plan
 from ..plan.steps import Branch
-from .caching import P, cached_on_plan, with_reasons
+from .caching import cached_on_plan
 from .fusion import Buffer, array_scattered_into, array_written
 from .kernels import computation_of
 
@@ -72,14 +71,6 @@ def _updated(item: Buffer) -> Iterator[Buffer]:
         yield from (i for i in new if i.made_by is None)
         seen.update(new)
         todo += new
-
-
-def with_donated(plan: P, donated: frozenset[int]) -> P:
-    """The plan with other donated inputs, for its memory: it has the same steps, and shares the cached kernels and schedules."""
-    new = with_reasons(plan, request=replace(plan.request, donated=donated))
-    for name in [name for name in vars(new) if name.endswith((".aliased_inputs", ".memory_of", ".donatable"))]:
-        del vars(new)[name]
-    return new
 
 
 def gathered_then_copied(plan: Plan, gathered: float, shard: float) -> bool:

@@ -15,7 +15,7 @@ from ..plan.spec import local_shape, value_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index
-from .caching import cached_on_plan
+from .caching import cached_on_plan, key_on_plan
 from .fusion import MAX_RECOMPUTED_OPS, Buffer, Computation, Kernel, Kind, fuse
 from .tiles import Tiles
 
@@ -27,6 +27,21 @@ REDUCE_RING_BUFFERS = 4
 def computation_of(plan: Plan) -> Computation:
     """The computation of a plan's program, with the bodies of its loops inside, fused."""
     return _Reader(plan).run()
+
+
+def free_caches(plan: Plan) -> None:
+    """Clear the cached results of a plan that is no longer used, so that reference counting frees them.
+
+    Kernels and buffers refer to each other. Left to the garbage collector, the ones of the many plans of a search would make it
+    traverse all objects of the program repeatedly.
+    """
+    cache, key = vars(plan), key_on_plan(computation_of)
+    todo = [cache[key]] if key in cache else []
+    while todo:
+        for node in todo.pop().nodes:
+            todo += node.bodies
+            node.ins, node.outs, node.reads, node.writes, node.carries = [], [], (), (), ()
+    cache.clear()
 
 
 def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..hardware.topology import devices_of
@@ -20,15 +20,15 @@ from ..plan.spec import value_bytes
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
 from .buffer_roles import ROLES, buffer_roles
-from .caching import cached_on_plan
-from .donation import aliased_inputs, gathered_then_copied
+from .caching import P, cached_on_plan, with_shared_results
+from .donation import aliased_inputs, donatable, gathered_then_copied
 from .flops import local_work
 from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
 
 GATHERED = "gathered buffers"
-"""The role of temporaries that collectives write: gathered weights and activations, sums."""
+"""The role of temporaries that collectives write: gathered weights and activations, results of reductions."""
 
 
 @dataclass(slots=True)
@@ -82,6 +82,12 @@ def memory_of(plan: Plan) -> Memory:
     walk = _Live(plan)
     walk.program(computation_of(plan))
     return walk.memory()
+
+
+def with_donated(plan: P, donated: frozenset[int]) -> P:
+    """The plan with other donated inputs, for its memory: it has the same steps, and shares the cached kernels and schedules."""
+    request = replace(plan.request, donated=donated)
+    return with_shared_results(plan, aliased_inputs, donatable, memory_of, request=request)
 
 
 def memory_by_role(plan: Plan) -> list[dict[str, float]]:

@@ -113,8 +113,8 @@ def _busiest_axis(collectives: Iterable[Collective]) -> tuple[float, str]:
 
 
 def unscheduled_seconds(plan: Plan) -> Iterator[tuple[str, tuple[str, ...], str, Op | None, float]]:
-    """(name, axes, cause, op, seconds) of what a step's estimate adds to its schedule: the exposed seconds of rings, collectives
-    that no kernel of it sends, and what the collectives over one axis take longer than all of these."""
+    """(name, axes, cause, op, seconds) of the times that a step's estimate adds to its schedule: the exposed seconds of rings, of
+    collectives that no kernel of it sends, and the time that the collectives over one axis take longer than all of these."""
     seconds = [schedules(plan)[computation_of(plan)].seconds]
     for o in plan.overlaps:
         if o.choice != "xla" and o.exposed is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from ...errors import UnknownDimError
 from ..dims import did_you_mean
 from ..plan.plan import Plan
+from ..program.ir import Program, Value
 from ..units import format_bytes, format_seconds
 from .kernels import computation_of
 from .memory import memory_of
@@ -96,12 +97,12 @@ def decoding_of(plan: Plan) -> Decoding | None:
     shards = max(math.prod(plan.sizes[a] for a in axes) for _, axes in splits)
     read = sum(
         min(i.bytes, sum(out.bytes for k in i.readers for out in k.outs))
-        if i.readers and all(k.traits.family == "gather" for k in i.readers)
+        if all(k.traits.family == "gather" for k in i.readers)
         else i.bytes
         for i in (*computation_of(plan).constants, *computation_of(plan).inputs)
     )
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
-    growing = sum(n for buffer, n in memory.live if dim in plan.program.dims(buffer.value)) / sequences
+    growing = sum(n for buffer, n in memory.live if _has(plan.program, buffer.value, dim)) / sequences
     largest = None
     if chip is not None and growing and math.isfinite(chip.per_device().hbm):
         free = chip.per_device().hbm - (memory.peak - growing * sequences)
@@ -110,3 +111,8 @@ def decoding_of(plan: Plan) -> Decoding | None:
     limit = None if chip is None else read / chip.per_device().hbm_bandwidth
     chips = math.prod(plan.sizes.values()) // (1 if chip is None else chip.devices)
     return Decoding(dim, sequences, seconds, read, limit, chips, growing, largest)
+
+
+def _has(program: Program, value: Value, dim: str) -> bool:
+    """Whether a value has a dim, on its own or merged with others."""
+    return any(dim in names[:1] for i in range(len(value.shape)) for names, _ in program.sub_dims(value, i))

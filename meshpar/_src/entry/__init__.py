@@ -2,10 +2,13 @@
 
 .. code-block:: text
 
-    cli            the command ``meshpar``; doctor, tune_kernels: commands with code of their own
+    cli            the command ``meshpar``
+    doctor         its command ``doctor``
+    tune_kernels   its command ``tune-kernels``
     target         a function in a file, and its arguments, from the command line
     infer_dims     mp.infer_dims: the names of dims that are inferred where nobody gave any
     api            mp.jit, mp.init, mp.plan, mp.check, mp.compile, mp.search, mp.lab, …
+    local_sgd      mp.train.local_sgd: copies of a model that are averaged after many steps
     jitted         the result of mp.jit: options, roles of arguments, one compiled step for each signature
     exported       a compiled step as a file
     compiled       a plan that is lowered and compiled: places arguments, runs, returns results

@@ -32,7 +32,7 @@ from rich.text import Text
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
-from ..cost.caching import with_reasons
+from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import device_count
@@ -731,7 +731,7 @@ def _planned(
     mesh = _mesh(args, mesh, topology)
     layout = _layout(args, target, layout, mesh, topology)
     plan = _traced(args, target, mesh, topology, layout)
-    return with_reasons(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
+    return with_shared_results(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
 
 
 def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:

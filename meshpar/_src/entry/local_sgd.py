@@ -134,7 +134,7 @@ class LocalSgd:
     :func:`meshpar.train.local_sgd`, which describes the arguments.
 
     Attributes:
-      layout: that of one replica, after a rule that the replica dim is sharded over the axis of the replicas.
+      layout: the layout of one replica, after a rule that the replica dim is sharded over the axis of the replicas.
       replicas: the number of replicas, which is the size of the mesh axis ``over``.
       tx: the outer optimizer.
       inner: the compiled inner step, of stacked states and batches; ``inner.plan(…)`` shows that it sends nothing over

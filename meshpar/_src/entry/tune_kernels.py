@@ -186,6 +186,6 @@ def _show(tables: tuning.Table, file: Path, console: Console) -> None:
                 rows.append([*map(Cell, (f"{shape} {dtype}", str(c.tile), given)), *times])
                 attributes.append("")
     columns = [("matmul", ""), ("rows, K, N", ""), ("options", ""), ("ms", "n"), ("analytic", "n")]
-    title = f"tiles of the grouped matmuls: medians, and those of the analytic choice; {file}"
+    title = f"tiles of the grouped matmuls: medians, also of the analytic choice; {file}"
     table = Table(columns, rows, title, attributes).terminal()
     console.print(table if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry.")

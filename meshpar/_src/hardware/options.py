@@ -58,7 +58,7 @@ GROUPS: tuple[OptionGroup, ...] = (
         frees=frozenset({"all-gather"}),
         why="by default all-gathers are synchronous on this chip",
         measured="libtpu 0.0.42, v5p:4x4x8, a step of Llama 3 8B, exposed all-gathers: FSDP 69 → 6 ms (jit, shard_map), peak "
-        "memory +0 and +4 %; data=16, model=8 (shard_map) 330 → 184 ms, +7 %; v6e:16x16, FSDP (shard_map) 104 → 24 ms, whole "
+        "memory +0 and +4 %; data=16, model=8 (shard_map) 330 → 184 ms, +7 %; v6e:16x16, FSDP (shard_map) 104 → 24 ms, full depth "
         "step 638 → 537 ms, +2 %",
     ),
     OptionGroup(

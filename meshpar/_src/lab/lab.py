@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from ..layout import UNSHARDED
 from ..plan_api import Plan
 from .session import Session
 
@@ -82,4 +83,4 @@ class Lab:
 
     def __repr__(self) -> str:
         where = f" of {self.topology}" if self.topology else ""
-        return f"<Lab of {self.session.name} on {self.mesh}{where}: {self.layout or '(nothing sharded)'}>"
+        return f"<Lab of {self.session.name} on {self.mesh}{where}: {self.layout or UNSHARDED}>"

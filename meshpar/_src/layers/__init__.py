@@ -1,1 +1,15 @@
-"""What models call: attention, mixtures of experts, microbatches, precision, checkpoint policies."""
+"""What models call: attention, mixtures of experts, microbatches, precision, checkpoint policies.
+
+.. code-block:: text
+
+    attention            attention over a sequence that may be sharded
+    loss                 cross entropy over a large vocabulary
+    moe                  mixtures of experts
+    accumulate           gradient accumulation
+    precision            dtypes of weights and gradients
+    loss_scale           loss scaling for float16, and the noise scale
+    checkpoint_policies  policies for jax.checkpoint
+    offload              optimizer moments in host memory
+    low_bits             optimizer state in 8 bits
+    block_codes          arrays as 8-bit codes with a scale per block
+"""

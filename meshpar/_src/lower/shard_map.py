@@ -178,7 +178,7 @@ class _Device:
         return source_of(None, None, scope) if op is None else source_of(op.eqn, op.where, scope)
 
     def signature(self, step: Step) -> tuple[Hashable | None, Sequence[Any], Op | None]:
-        """(what is equal for steps that add equal equations to operands of equal types, their operands, the matmul among these
+        """(a key, equal for steps that add equal equations to operands of equal types; their operands; the matmul among these
         equations). The first is None if the equations depend on more: on halos that are received already, on what makes the
         operand of a scatter."""
         op, what = step.op, None

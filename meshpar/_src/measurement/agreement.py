@@ -12,6 +12,7 @@ import numpy as np
 
 from ...errors import CheckError, CompilerError
 from ..global_arrays import place
+from ..layout import UNSHARDED
 from ..units import mesh_text
 from ..verify.check import Subject, check_subject
 from ..verify.numbers import Difference, host, worst_of
@@ -32,7 +33,7 @@ class Candidate:
     @property
     def name(self) -> str:
         """The layout and the mesh, for messages."""
-        return f"`{self.layout or '(nothing split)'}` on {mesh_text(self.subject.plan.sizes)}"
+        return f"`{self.layout or UNSHARDED}` on {mesh_text(self.subject.plan.sizes)}"
 
 
 def placed_arguments(subject: Subject) -> list[Any]:

@@ -15,6 +15,8 @@ from ..cost.time import time_of
 from ..hardware.calibration import EFFICIENCIES, JAXLIB, Calibration
 from ..hardware.chips import chip_of_kind
 from ..passes import replan
+from ..plan.plan import Plan
+from ..plan.request import PlanRequest
 from ..units import format_seconds, mesh_text
 from ..verify.check import Subject
 from .agreement import Candidate, compare, placed_arguments
@@ -104,7 +106,7 @@ def _result(
     def predict(efficiencies: Sequence[float]) -> list[float]:
         measured = (with_efficiencies(efficiencies),)
         plans = [c.subject.plan for c in candidates]
-        times = [time_of(replan(plan, replace(plan.request, calibrations=measured))) for plan in plans]
+        times = [time_of(replan(plan, replace(request_as_measured(plan), calibrations=measured))) for plan in plans]
         return [0.0 if time is None else time.seconds for time in times]
 
     tell("fitting the efficiencies of the chip")
@@ -120,6 +122,14 @@ def _result(
     count = len({d for c in candidates for d in c.subject.plan.mesh.devices.flat})  # type: ignore[union-attr]
     ranked = sorted(rows, key=lambda r: (r.seconds, r.layout))
     return CalibrationResult(kind, count, rounds, tuple(ranked), calibration, listed=chip is not None)
+
+
+def request_as_measured(plan: Plan) -> PlanRequest:
+    """The request of a plan with the lowering and the implementation of its collectives in place of ``"auto"``. Where they are
+    implemented in several ways, cost decides again."""
+    made = {o.choice for o in plan.overlaps} | {"auto" for c in plan.collectives if c.entry.slices_locally}
+    (overlap,) = (made or {"xla"}) if len(made) < 2 else {plan.overlap}
+    return replace(plan.request, lowering=plan.lowering, overlap=overlap)
 
 
 def _spread(times: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ..hardware.calibration import EFFICIENCIES, Calibration
+from ..layout import UNSHARDED
 from ..report.document import Document
 from ..report.tables import Cell, Table, number
 from ..units import format_seconds
@@ -101,8 +102,8 @@ class CalibrationResult(Document):
         best = self.best
         head = (
             f'<h1>{escape(self._title())}</h1><p class="dim">medians of {self.rounds} interleaved rounds</p>'
-            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout)}</code><br><code>{best.lowering}</code>"
-            f"<br>{format_seconds(best.seconds)} a step</p>"
+            f"<p><code>{escape(best.mesh)}</code><br><code>{escape(best.layout or UNSHARDED)}</code><br>"
+            f"<code>{best.lowering}</code><br>{format_seconds(best.seconds)} a step</p>"
         )
         return head + self._table().html(sortable=True) + "".join(f"<p>{escape(line)}</p>" for line in self._summary)
 
@@ -113,21 +114,20 @@ class CalibrationResult(Document):
         for r in self.rows:
             times = [number(format_seconds(t), t) for t in (r.seconds, r.spread, r.planned, r.fitted)]
             times.insert(3, number(f"{r.ratio:.2f}", r.ratio))
-            where = f"<code>{escape(r.mesh)}</code><br><code>{escape(r.layout)}</code>"
-            rows.append([*times, Cell(f"{r.mesh}\n{r.layout or '(nothing sharded)'}", markup=where)])
+            where = f"<code>{escape(r.mesh)}</code><br><code>{escape(r.layout or UNSHARDED)}</code>"
+            rows.append([*times, Cell(f"{r.mesh}\n{r.layout or UNSHARDED}", markup=where)])
         return Table([*columns, ("mesh, layout", "")], rows)
 
     def __rich__(self) -> Any:
         """The result for the terminal."""
         best = self.best
         head = Text.assemble(("calibrate", "bold"), f"    {self._title()}, medians of {self.rounds} interleaved rounds")
-        choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout}\n",
+        choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout or UNSHARDED}\n",
                                ("lowering", "bold"), f"  {best.lowering}")  # fmt: skip
         table = self._table().terminal(MAX_ROWS)
         return Group(head, Text(), choice, Text(), table, Text(), *(Text(line, style="dim") for line in self._summary))
 
     def __repr__(self) -> str:
         best = self.best
-        return (
-            f"<CalibrationResult of {self._title()}: {best.mesh}: {best.layout}; {format_seconds(best.seconds)} a step>"
-        )
+        layout, seconds = best.layout or UNSHARDED, format_seconds(best.seconds)
+        return f"<CalibrationResult of {self._title()}: {best.mesh}: {layout}; {seconds} a step>"

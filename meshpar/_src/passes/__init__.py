@@ -2,6 +2,19 @@
 
 An implementation of each collective next to matmuls comes first (:mod:`passes.collective_matmul`); then :data:`PASSES`, in
 that order. Where cost decides about rings, plans with and without them are compared after all passes.
+
+.. code-block:: text
+
+    ranked             the best plan before any pass
+    lowering           the lowering for lowering="auto"
+    collective_matmul  rings and fused kernels in place of collectives next to matmuls
+    equal_sends        equal halo exchanges are merged
+    schedule           the order of matmuls that the program leaves open
+    all_reduce_choice  an all-reduce in place of a staged reduce-scatter
+    barriers           barriers against reordering by XLA
+    dependencies       data dependencies between ops
+    indivisible        the cost of dims that a mesh does not divide
+    advice             notes and warnings
 """
 
 import os
@@ -11,8 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..compat.jax import without_gc
-from ..cost.caching import free_caches, with_reasons
+from ..cost.caching import with_shared_results
 from ..cost.collective_matmul import warn_about_lines
+from ..cost.kernels import free_caches
 from ..cost.time import time_of
 from ..dims import check_choice
 from ..hardware.options import choose_options
@@ -138,7 +152,7 @@ def _with_overlaps(plan: Plan) -> Plan:
         free_caches(with_rings)
     if reasons:
         explained = [replace(o, reason=f"{o.reason}; {reasons[o.axes]}") if o.together else o for o in best.overlaps]
-        best = with_reasons(best, overlaps=tuple(explained))
+        best = with_shared_results(best, overlaps=tuple(explained))
     warn_about_lines(best)
     return best
 

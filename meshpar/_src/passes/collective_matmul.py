@@ -431,9 +431,9 @@ def _ring_steps(plan: Plan, pair: Pair, choice: Choice) -> dict[Step, Step]:
         return {**changes, step: replace(step, collectives=collectives, ring=ring)}
     leaves = tuple((run.results[0], d) for run, d in found.dots)
     assert not isinstance(fused, FusedGather)
-    sums = ReduceRing(found.dim, found.axes, leaves, devices_of(plan.torus, found.axes), fused)
+    ring = ReduceRing(found.dim, found.axes, leaves, devices_of(plan.torus, found.axes), fused)
     changes = {run: replace(run, in_ring="reduce") for run in pair.terms}
-    return {**changes, step: replace(step, collectives=collectives, ring=sums)}
+    return {**changes, step: replace(step, collectives=collectives, ring=ring)}
 
 
 def ring_collectives(plan: Plan, pair: CollectiveMatmul) -> list[Collective]:

@@ -8,7 +8,7 @@ Given the layout ``batch: data; embed: model; mlp: model`` on ``data=4, model=2`
 
 - a value ``[batch 8, embed 16]`` gets the spec ``(("data",), ("model",))``;
 - a value ``[embed 16, mlp 64]`` gets ``(("model",), ())``: the first dim of the first rule that claims ``model`` has it;
-- a value ``[batch 6]`` gets ``((),)``: 4 does not divide 6, and ``indivisible`` has (value, dim 0, rule 0);
+- a value ``[batch 6]`` gets ``((),)``: 4 does not divide 6, and ``indivisible[value]`` is ``{0: 0}``, dim 0 by rule 0;
 - a matmul ``[batch, embed] @ [embed, mlp]`` has the factors batch, mlp, embed (contracted) and gets ``data`` for batch and
   ``model`` for embed, so its result is partial over ``model``.
 """
@@ -159,7 +159,7 @@ class AxisAssignment:
     """Which axes shard the values and ops of one program under one layout on one mesh.
 
     Attributes:
-      indivisible: value → (value, dim, index of the rule) where the axes of a rule do not divide the dim.
+      indivisible: value → dim → index of a rule whose axes do not divide the dim.
       notes: sentences for the plan's notes.
       named_scopes: the scopes that the rules of the layout name; scoped: there are some.
     """
@@ -174,7 +174,7 @@ class AxisAssignment:
         if self.scoped and self.named_scopes not in self.tables.scopes:
             self.tables.scopes[self.named_scopes] = _scopes(program, layout)
         self.scopes = self.tables.scopes[self.named_scopes] if self.scoped else {}
-        self.indivisible: dict[Value, tuple[Value, int, int]] = {}
+        self.indivisible: dict[Value, dict[int, int]] = {}
         self.notes: list[str] = []
         self.shard_map_axes = self.tables.shard_map_axes
         self._specs: dict[Value, Spec] = {}
@@ -221,8 +221,8 @@ class AxisAssignment:
         if plain and (spec := self._by_nodes.get((value.nodes, value.shape))) is not None:
             return spec
         axes, refused = self.items(self.value_items(value), self.scopes_of(value))
-        for i, rule in refused.items():
-            self.indivisible.setdefault(value, (value, i, rule))
+        if refused:
+            self.indivisible[value] = refused
         if self.shard_map_axes:
             axes = self.nameless_as_given(value, axes)
         if plain:
@@ -629,4 +629,4 @@ def _all_indivisible(
     in_order = AxisAssignment(program, layout, dict(sizes))
     for value in in_order._all_values():
         in_order.value_spec(value)
-    return list(in_order.indivisible.values())
+    return [(value, i, rule) for value, refused in in_order.indivisible.items() for i, rule in refused.items()]

@@ -300,7 +300,7 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     Optimizer state, which has the dims of its parameter, is reported last. The stored specs of the values must have been asked for
     before.
     """
-    refused = [assignment.indivisible[value] for value in values if value in assignment.indivisible]
+    refused = [(v, i, rule) for v in values for i, rule in assignment.indivisible.get(v, {}).items()]
     named = [(v, i, rule) for v, i, rule in refused if v.annotation is not None and v.annotation[i] is not None]
     if not named:
         return

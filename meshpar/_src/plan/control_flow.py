@@ -389,9 +389,9 @@ class ControlFlow:
             ):
                 continue
             positions.add(k)
-            add, addend, sums = found
-            self.outer.update(sums[:-1])
-            self.accumulations[add] = Accumulation(sums, addend, add, first)
+            add, addend, chain = found
+            self.outer.update(chain[:-1])
+            self.accumulations[add] = Accumulation(chain, addend, add, first)
             # the addend is computed from these values by ops that partial values may pass
             for value, stacked in addends(self.facts.program, addend):
                 self.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)

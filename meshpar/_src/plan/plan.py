@@ -388,6 +388,6 @@ class Plan:
 
     @property
     def unnamed(self) -> list[str]:
-        """The dims larger than 1 that have no name: op, shape, dim and source line."""
+        """The dims larger than 1 of results of ops that have no name: op, shape, dim and source line."""
         _, _, missing = self.program.coverage()
         return [f"{op.name} {list(v.shape)} dim {i} at {op.location}" for op, v, i in missing]

@@ -58,7 +58,7 @@ def planned(program: Program, request: PlanRequest, rank: Rank, max_seconds: flo
 def best(variants: Sequence[Variant], request: PlanRequest, rank: Rank, max_seconds: float) -> Plan:
     """The plan of the smallest rank, of equal ones the plan of a variant without rewritten slices.
 
-    Where the chip is known, a variant is planned until its collectives take longer than those of the one with rewritten slices.
+    Where the chip is known, a variant is planned until its collectives take longer than the variant's with rewritten slices.
 
     Raises:
       TooLong: the collectives of all take longer than ``max_seconds``.

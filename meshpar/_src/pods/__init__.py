@@ -1,1 +1,19 @@
-"""Several processes: how they start, agree, watch each other, read data and keep checkpoints."""
+"""Several processes: how they start, agree, watch each other, read data and keep checkpoints.
+
+.. code-block:: text
+
+    cli         the commands launch, manifest, checkpoint
+    launch      the processes of one machine
+    manifest    jobs for GKE and Slurm
+    start       mp.distributed()
+    rendezvous  connections to process 0 before JAX starts
+    watch       progress of all processes; ends them if one is lost
+    stop        the request to stop
+    agree       all processes compare programs and arguments
+    data        batches
+    checkpoint  checkpoints by name
+    foreign     safetensors
+    names       state trees as name → array
+    digest      digests that do not depend on sharding
+    lock        the lock of a folder of checkpoints
+"""

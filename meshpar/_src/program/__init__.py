@@ -1,4 +1,26 @@
-"""Function → program: a jaxpr plus a name for every dim of every value."""
+"""Function → program: a jaxpr plus a name for every dim of every value.
+
+.. code-block:: text
+
+    trace              a function as a closed jaxpr
+    ir                 the classes of a program: values and ops, their names, their lines
+    infer              makes a program from a jaxpr and the names of its inputs
+    names              which dims are the same, and their names: unification
+    guessed_names      names for dims that nobody named, from their uses
+    dim_uses           the uses of each dim, as facts
+    patterns           these names as patterns of dims=
+    primitives         mp.named, mp.rename and explicit specs as primitives
+    declare            mp.kernel_rule
+    kernels            opaque kernels with a declared rule
+    kernel_gradients   their backward passes
+    roles              which inputs are parameters, and their new values
+    scalars            constant scalars
+    jaxprs             functions that rewrite jaxprs
+    casts              rewrite: equal conversions are merged
+    sums               rewrite: additions of cotangents in another order
+    divisible_rewrite  rewrite: slices, concatenations and reshapes of split dims stay split
+    pipeline           rewrite: stacked layers as pipeline stages
+"""
 
 from .declare import kernel_rule
 from .infer import infer

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .dim_uses import DimClass, DimUses, Fact
@@ -84,10 +85,8 @@ def inferred_dims(program: Program) -> dict[str, tuple[Vote | None, ...]]:
     for value in values:
         if value.path and paths[value.path] == 1:  # a positional and a keyword argument may have one name
             own = [name if name and name.isidentifier() else None for name in program.dims(value)]
-            found[value.path] = tuple(
-                Vote(name, GIVEN, "given") if name else vote if vote and vote.name not in own else None
-                for name, vote in zip(own, namer.named(value), strict=True)
-            )
+            given = [Vote(name, GIVEN, "given") if name else None for name in own]
+            found[value.path] = namer.named(value, given)
     return found
 
 
@@ -278,9 +277,11 @@ class _Namer:
             return self.votes[atoms[0]]["seq"]  # patches of an image: height and width in one dim
         return first if others and own is None and first and first.name in ("experts", "mlp", "embed", "vocab") else own
 
-    def named(self, value: Value) -> tuple[Vote | None, ...]:
-        """The names of a value's dims; of two with one name, that with more evidence has it, or the later one."""
-        found = [None if node == NONE else self._best_of_dim(node) for node in value.nodes]
+    def named(self, value: Value, given: Sequence[Vote | None]) -> tuple[Vote | None, ...]:
+        """The names of a value's dims, of which some are given. Of two dims with one name, that with more evidence has it, or the
+        later one."""
+        dims = zip(given, value.nodes, strict=True)
+        found = [own or (None if node == NONE else self._best_of_dim(node)) for own, node in dims]
         ranked = sorted((i for i, vote in enumerate(found) if vote), key=lambda i: (found[i].weight, i))  # type: ignore[union-attr]
         owner = {found[i].name: i for i in ranked}  # type: ignore[union-attr]
-        return tuple(vote if vote and owner[vote.name] == i else None for i, vote in enumerate(found))
+        return tuple(given[i] or (vote if vote and owner[vote.name] == i else None) for i, vote in enumerate(found))

@@ -78,7 +78,7 @@ def infer(
 def infer_like(program: Program, closed: ClosedJaxpr) -> Program:
     """The program of another jaxpr, with the names, paths and kinds of inputs and results of ``program``.
 
-    The jaxpr may have more results, after those of ``program``.
+    The jaxpr may have more results, after the results of ``program``.
     """
     ins, outs = program.inputs, program.outputs
     more = range(len(closed.jaxpr.outvars) - len(outs))

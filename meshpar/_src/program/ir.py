@@ -341,12 +341,13 @@ class Program:
         return self.unifier.all_names()
 
     def coverage(self) -> tuple[int, int, list[tuple[Op, Value, int]]]:
-        """(number of named dims, number of dims, the unnamed ones as (op, value, dim)), over dims larger than 1 of all values."""
+        """Of the dims larger than 1 of the inputs and of the results of all ops: how many have a name, how many there are, and
+        those of results without a name, as (op, value, dim)."""
         made_by: dict[Value, Op | None] = dict.fromkeys(self.inputs)
         for op in self.root.walk():
             for value in op.outs:
                 made_by.setdefault(value, op)
-        dims = [(op, v, i) for v, op in made_by.items() for i, n in enumerate(v.shape) if n != 1]
+        dims = [(op, v, i) for v, op in made_by.items() for i, n in enumerate(v.shape) if n > 1]
         unnamed = [(op, v, i) for op, v, i in dims if self.dim_name(v, i) is None]
         missing = [(op, v, i) for op, v, i in unnamed if op is not None]
         return len(dims) - len(unnamed), len(dims), missing

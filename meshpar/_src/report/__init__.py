@@ -1,4 +1,24 @@
-"""Reports of plans: text for the terminal, pages, notebook cells, comparisons, the steps as a program."""
+"""Reports of plans: text for the terminal, pages, notebook cells, comparisons, the steps as a program.
+
+.. code-block:: text
+
+    document  the class of all reports: text, HTML, a file
+    text      a plan in the terminal
+    html      a plan as a page or a notebook cell
+    diff      two plans compared
+    data      a plan as JSON
+    timeline  the schedule of a step as spans, for pages and trace viewers
+    sections  the parts that text and page share
+    pipeline  the part about pipelines
+    layer     the part about one layer, as a drawing
+    shards    the part about how arguments are sharded, as a drawing
+    torus     the part about mesh axes on the chips of slices, and bytes on links
+    hints     changes that would save memory or bytes
+    facts     groups of arguments and collectives, effects of rules
+    names     the table of inferred names
+    tables    tables for terminals and pages
+    colours   a colour for each mesh axis
+"""
 
 from .data import calibration_rates, plan_json
 from .diff import PlanDiff

@@ -21,7 +21,7 @@ from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..dims import format_dims
 from ..hardware.calibration import EFFICIENCIES
-from ..layout import Rule, Spec
+from ..layout import UNSHARDED, Rule, Spec
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
@@ -53,7 +53,7 @@ def layout_text(plan: Plan) -> str:
     """The layout of a plan as the user wrote it, or with the rules that the plan adds for Flax metadata; ``(nothing sharded)``
     for an empty one."""
     given = plan.requested_layout.given if plan.layout.rules == plan.requested_layout.rules else ""
-    return given or str(plan.layout) or "(nothing sharded)"
+    return given or str(plan.layout) or UNSHARDED
 
 
 def lowering_text(plan: Plan) -> str:

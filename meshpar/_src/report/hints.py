@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..cost.donation import donatable, with_donated
-from ..cost.memory import memory_of
+from ..cost.donation import donatable
+from ..cost.memory import memory_of, with_donated
 from ..dims import format_dims
 from ..plan.causes import name_of
 from ..plan.collectives import Collective

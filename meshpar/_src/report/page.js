@@ -2,7 +2,7 @@
 
 const SVG = document.createRange().createContextualFragment("<svg></svg>").firstChild.namespaceURI;
 
-/** An element. Attributes that are functions are listeners; children are elements or texts; null and false are none. */
+/** An element. Attributes that are functions are listeners; children are elements or texts; null and false are left out. */
 function make(tag, attributes = {}, ...children) {
   const out = /^(svg|svg:a|rect|path|text|circle|g|line|title|tspan)$/.test(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -418,7 +418,7 @@ function drawTimeline(place, data, kept) {
     return out;
   }
 
-  /** A row for each box of a lane such that those of a row do not overlap; returns the number of rows. */
+  /** A row for each box of a lane such that the boxes of a row do not overlap; returns the number of rows. */
   function stacked(boxes) {
     const ends = [];
     for (const box of boxes) {
@@ -752,7 +752,7 @@ function drawPairs(place, data) {
   return () => {};
 }
 
-/** Seconds as bars of one scale: (label, seconds, segments), where a segment is (CSS class, seconds, what it is). */
+/** Seconds as bars of one scale: (label, seconds, segments), where a segment is (CSS class, seconds, label). */
 function drawParts(place, rows) {
   const longest = Math.max(...rows.map(([, seconds]) => seconds)) || 1;
   place.prepend(make("div", { class: "parts" }, ...rows.map(([label, seconds, segments]) => barRow(label, segments, longest, secondsText(seconds)))));

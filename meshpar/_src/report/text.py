@@ -15,6 +15,7 @@ from rich.text import Text
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..cost.token_metrics import decoding_of
+from ..layout import UNSHARDED
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
 from . import facts
@@ -41,7 +42,7 @@ def plan_line(plan: Plan) -> str:
     """The plan in one line, for a REPL; it computes no estimate."""
     layout = str(plan.requested_layout or plan.layout)
     layout = layout if len(layout) <= 60 else f"{layout[:59]}…"
-    return f"<Plan on {mesh_text(plan.sizes)}: {layout or '(nothing sharded)'}; sends {format_bytes(plan.bytes_sent)} a step>"
+    return f"<Plan on {mesh_text(plan.sizes)}: {layout or UNSHARDED}; sends {format_bytes(plan.bytes_sent)} a step>"
 
 
 def plan_renderable(plan: Plan) -> Any:
@@ -131,10 +132,10 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     return hanging(lines)
 
 
-def _bar(pieces: Sequence[tuple[str, float, str]]) -> Text:
-    """A bar of :data:`BAR_CELLS` columns whose pieces, (character, amount, style), have widths in proportion to their amounts."""
-    total, end, out = sum(amount for _, amount, _ in pieces), 0.0, Text()
-    for character, amount, style in pieces:
+def _bar(segments: Sequence[tuple[str, float, str]]) -> Text:
+    """A bar of :data:`BAR_CELLS` columns whose segments, (character, amount, style), have widths in proportion to their amounts."""
+    total, end, out = sum(amount for _, amount, _ in segments), 0.0, Text()
+    for character, amount, style in segments:
         begin, end = end, end + amount
         cells = round(BAR_CELLS * end / total) - round(BAR_CELLS * begin / total) if total else 0
         out.append(character * cells, style)

@@ -1,4 +1,31 @@
-"""One entry per primitive: factor rule, local form and traits, in a module per family of primitives."""
+"""One entry per primitive: factor rule, local form and traits, in a module per family of primitives.
+
+.. code-block:: text
+
+    elementwise   elementwise primitives
+    matmul_conv   matmuls, ragged matmuls, convolutions
+    reduce        reductions of dims
+    cumulative    cumulative sums, products and extrema
+    window        pooling, and its gradient
+    shape         broadcasts, transposes, reshapes, slices, concatenations, iota
+    rearrange     rolls, permutations and slices by a constant table
+    index         gather, scatter, dynamic slices and updates
+    sort          sort, top-k, argmax, argmin
+    linalg        linear algebra, Fourier transforms
+    random        random keys and bits
+    control_flow  calls, loops, branches, and primitives without a factor rule
+    mapped        the user's own shard_map
+    kernel        opaque kernels with a rule of the user's
+    host          callbacks into Python
+    registry      the table of all entries
+    rule          the class of factor rules
+    local         the class of local forms
+    halo          exchanges of the elements outside of a shard that windows read
+    owned         arrays to which one device contributes each element
+    partial       which ops may be applied to partial values
+    spmd          mesh axes, device indices and collectives inside a shard_map
+    flops         FLOPs of the matmuls inside opaque equations
+"""
 
 from . import (
     control_flow,

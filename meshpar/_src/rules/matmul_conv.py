@@ -201,14 +201,21 @@ def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
 
 
 def _conv_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
-    """The sizes of the matmul with the FLOPs of a convolution: (1, output positions, output features, kernel elements of each)."""
-    p = eqn.params
-    numbers = p["dimension_numbers"]
-    window = math.prod(rhs) // max(1, rhs[numbers.rhs_spec[0]])
-    window //= math.prod(p["lhs_dilation"])  # the gradient of a strided convolution: the elements between are zeros
-    out = eqn.outvars[0].aval.shape
-    rows = lhs[numbers.lhs_spec[0]] * math.prod(out[i] for i in numbers.out_spec[2:]) // p["batch_group_count"]
-    return 1, rows, rhs[numbers.rhs_spec[0]], window
+    """The sizes of the matmul with the FLOPs of a convolution: (1, positions, output features, kernel elements of each).
+
+    The positions are those of the result; of a dilated input (the gradient of a strided convolution) those of the input, because
+    the elements between are zeros: every element of the input is multiplied by every tap.
+    """
+    p, dn = eqn.params, eqn.params["dimension_numbers"]
+    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    rows, window = lhs[dn.lhs_spec[0]], rhs[dn.rhs_spec[1]]
+    for k, (i, j, o) in enumerate(zip(dn.lhs_spec[2:], dn.rhs_spec[2:], dn.out_spec[2:], strict=True)):
+        dilated = p["lhs_dilation"][k] > 1
+        if is_kernel_gradient(p, k, eqn.invars[1].aval.shape[j], out[o]):
+            rows, window = rows * out[o], window * (lhs[i] if dilated else rhs[j])
+        else:
+            rows, window = rows * (lhs[i] if dilated else out[o] * lhs[i] // shape[i]), window * rhs[j]
+    return 1, rows // p["batch_group_count"], rhs[dn.rhs_spec[0]], window
 
 
 _CONV: dict[str, Any] = {"family": "conv", "matmul_dims": _conv_dims, "manual": always}

@@ -181,8 +181,8 @@ def _search_stages(evaluation: Evaluation, counts: dict[int, float], staged: lis
             del counts[k]
             continue
         try:
-            schemes = {point: tried.lower_bound(point) for point in staged_schemes(tried.space)}
-            for point in sorted(schemes, key=lambda p: tried.rank(schemes[p])):
+            ranks = {point: tried.rank(tried.lower_bound(point)) for point in staged_schemes(tried.space)}
+            for point in sorted(ranks, key=ranks.__getitem__):
                 tried.plan_scheme(point)
             del counts[k]
         finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import MeshparError
-from ..cost.caching import free_caches
+from ..cost.kernels import free_caches
 from ..hardware.topology import Torus, joined, torus_of_slices
 from ..layout import Layout
 from ..mesh import planned_mesh
@@ -24,7 +24,7 @@ from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
 from .options import SearchOptions
 from .policy import POLICY
-from .row import Row
+from .row import Objective, Row
 from .space import Move, Point, Sizes, Space, as_layout, renamed
 
 
@@ -91,7 +91,8 @@ class Evaluation:
         """
         assert base.chip is not None
         self.settings, self.variant, self.base, self.chip, self.space = settings, variant, base, base.chip, space
-        self.objective, self.max_plans, self.deadline = settings.options.objective, max_plans, deadline
+        self.objective: Objective = settings.options.objective
+        self.max_plans, self.deadline = max_plans, deadline
         self.usable = settings.options.memory_fraction * base.chip.per_device().hbm
         ops = sum(1 for _ in space.program.root.walk())
         self.patience = max(1, POLICY.patience_candidates * POLICY.patience_ops // max(POLICY.patience_ops, ops))

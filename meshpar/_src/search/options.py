@@ -78,6 +78,7 @@ class SearchOptions:
             ("memory_fraction", 0 < self.memory_fraction <= 1, "above 0 and at most 1, the memory of the device"),
             ("max_axes", self.max_axes >= 1, "at least 1: a mesh has an axis"),
             ("max_plans", self.max_plans >= 1, "at least 1: a search plans a candidate"),
+            ("verify", self.verify >= 0, "at least 0, the number of candidates that are compiled"),
             ("time_limit", self.time_limit is None or self.time_limit > 0, "above 0 seconds, or None for no limit"),
         ):
             if not valid:

@@ -12,6 +12,7 @@ from html import escape
 from rich.text import Text
 
 from ..hardware.chips import GIB
+from ..layout import UNSHARDED
 from ..units import format_memory, format_seconds
 from .row import Row
 
@@ -196,7 +197,7 @@ def _nearest_free(cell: tuple[int, int], labelled: Collection[tuple[int, int]]) 
 
 def _tooltip(row: Row) -> str:
     what = ", ".join(filter(None, [row.variant, row.name]))
-    return f"{format_seconds(row.seconds)}, {format_memory(row.peak)}: {row.mesh}: {row.layout}" + (
+    return f"{format_seconds(row.seconds)}, {format_memory(row.peak)}: {row.mesh}: {row.layout or UNSHARDED}" + (
         f" ({what})" if what else ""
     )
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ...errors import MeshparError, UnknownAxisError, UnsupportedError
 from ..hardware.topology import Topology, parse_topology
-from ..layout import Layout
+from ..layout import UNSHARDED, Layout
 from ..mesh import parse_mesh
 from ..plan_api import Plan
 from ..report.colours import AxisColours
@@ -170,7 +170,7 @@ class Search(Document):
             ids.append(f'id="plan-{self.rows.index(row)}"')
             marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled]))
             why = self._why_not(row)
-            layout = row.layout or "(nothing sharded)"
+            layout = row.layout or UNSHARDED
             where = f"<code>{escape(row.mesh)}</code> {escape(marks)} <i>{why}</i><br><code>{escape(layout)}</code>"
             parts = [styles.mesh(row.mesh), *filter(None, [marks, why and (why, "yellow" if row.fits else "red")])]
             shown = Text("  ").join(Text.assemble(part) for part in parts).append("\n").append(styles.layout(layout))
@@ -199,7 +199,7 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than that of FSDP, the default layout; "" where that was not planned."""
+        """How much shorter the best step is than under FSDP, the default layout; "" where that was not planned."""
         default = next((row for row in self.rows if row.name == "fsdp"), None)
         if default is None or default == self.best:
             return ""
@@ -216,7 +216,7 @@ class Search(Document):
         """The best candidate, the plot of time against memory, and the candidates as a table."""
         best = self.best
         verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
-        texts = (best.mesh, best.layout, best.lowering, best.variant, _pipeline(best))
+        texts = (best.mesh, best.layout or UNSHARDED, best.lowering, best.variant, _pipeline(best))
         codes = "<br>".join(f"<code>{escape(text)}</code>" for text in texts if text)
         rows = self._listed(MAX_PAGE_ROWS)
         stages = f" {escape(self.stages[:1].upper() + self.stages[1:])}." if self.stages else ""
@@ -239,7 +239,7 @@ class Search(Document):
         more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
         lines = {
             "mesh": styles.mesh(best.mesh),
-            "layout": styles.layout(best.layout),
+            "layout": styles.layout(best.layout or UNSHARDED),
             "lowering": Text(best.lowering),
             "with": Text(more),
             "step": Text(
@@ -332,7 +332,8 @@ class Search(Document):
         return self.ended.startswith(("stopped", "interrupted"))
 
     def __repr__(self) -> str:
-        return f"<Search on {self.topology}: {self.best.mesh}: {self.best.layout}; {format_seconds(self.best.seconds)} a step>"
+        layout, seconds = self.best.layout or UNSHARDED, format_seconds(self.best.seconds)
+        return f"<Search on {self.topology}: {self.best.mesh}: {layout}; {seconds} a step>"
 
 
 def _pipeline(row: Row) -> str:

@@ -30,7 +30,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ...errors import CheckError, DivisibilityError
-from ..layout import Layout
+from ..layout import UNSHARDED, Layout
 from ..mesh import MeshSizes
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
@@ -43,7 +43,6 @@ from .numbers import compiled, host, on_device, worst_of
 
 Lowering = Literal["auto", "jit", "shard_map"]
 
-UNSHARDED = "(nothing sharded)"
 IDLE = "idle"
 """Name of the axis of default meshes that no rule uses. It is there because XLA's partitioner scales some gradients by its size."""
 

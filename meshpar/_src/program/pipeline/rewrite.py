@@ -703,7 +703,7 @@ class _Tick:
         if var in self.known:
             if stages.rounds == 1:
                 return self.divided[var]
-            # a layer has dims of its own: those of the layers' body have the rules of the old names as well
+            # a layer has dims of its own: dims of the layers' body have the rules of the old names as well
             renamed = tuple((new, f"{new}_layer") for _, new in self.body.gathered.get(var, ()))
             return RoundOfStack(self.divided[var], r * np.int32(stages.length), renamed)
         if var in self.xs:
