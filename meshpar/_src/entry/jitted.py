@@ -140,7 +140,7 @@ class Jitted(Generic[P, R]):
         compiles it."""
         all_args = (*self._bound, *args)
         caches = self._caches
-        if caches.compiled and not (caches.nodes or self._init or jit_disabled()) and self._on_own_mesh():
+        if caches.compiled and not (caches.nodes or self._init or jit_disabled()) and is_context(self.mesh):
             call = self._roles.flatten(all_args, kwargs)
             try:
                 compiled = caches.compiled.get(call.key)
@@ -441,10 +441,6 @@ class Jitted(Generic[P, R]):
         if not call.nodes:  # the key depends on the mesh in context
             self._caches.compiled.put(self._roles.flatten(args, kwargs).key, compiled)
         return out
-
-    def _on_own_mesh(self) -> bool:
-        """Whether JAX's mesh is the mesh of the step, or there is none, so that a compiled step can be called as it is."""
-        return is_context(self._auto) or is_context(self.mesh)
 
     def _on_context(self) -> Jitted[P, R]:
         """This step, or the same step on the mesh of ``jax.set_mesh`` if that differs only in that its axes are Explicit: the
