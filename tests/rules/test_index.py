@@ -271,6 +271,13 @@ def test_dtypes_without_addition_or_zero():
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
+def test_windows_without_elements():
+    def step(x, i):
+        return lax.dynamic_slice(x, (i, 0), (0, 4)), lax.dynamic_update_slice(x, x[:0], (i, 0))
+
+    assert_as_unsharded(step, normal(8, 4), np.int32(1), mesh="data=4", layout="a: data", dims={"x": "a b"})
+
+
 def test_a_window_dim_that_is_not_indexed():
     """It is read and written at index 0, on one device."""
     x, j = np.arange(32, dtype=np.float32).reshape(8, 4), np.array([[1], [2]], np.int32)
