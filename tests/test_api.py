@@ -1,7 +1,9 @@
 """``mp.jit`` behaves as ``jax.jit``'s result does, and the layout never changes the result."""
 
 import functools
+import gc
 import inspect
+import weakref
 from typing import NamedTuple
 
 import jax
@@ -360,6 +362,20 @@ def test_arrays_and_modules_may_take_turns(mesh):
     for tree in (params(), model, params()):
         _, x = run(tree, batch())
         close(x, 2 * batch())
+
+
+def test_a_module_that_is_no_tree_is_freed(mesh):
+    class Scale(nnx.Module, pytree=False):
+        def __init__(self):
+            self.scale = nnx.Param(jnp.full(16, 3.0))
+
+    module = Scale()
+    run = mp.jit(lambda m, x: m.scale[...] * x, mesh=mesh, layout="batch: data", dims={"x": "batch embed"})
+    close(run(module, jnp.ones((8, 16))), np.full((8, 16), 3.0))
+    freed = weakref.ref(module)
+    del module
+    gc.collect()
+    assert freed() is None
 
 
 # -- methods
