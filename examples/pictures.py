@@ -126,6 +126,8 @@ def draw(name: str, picture: Picture) -> None:
                 text = pages[-1].read_text()
                 pages[-1].write_text(text.replace("</style>", f"{ALONE.format(picture.section)}</style>", 1))
             if picture.left:
+                for page in pages:
+                    page.write_text(page.read_text().replace("</style>", "nav { display: none !important }</style>", 1))
                 frames = "".join(f'<iframe src="{page.name}"></iframe>' for page in pages)
                 pages.append(Path(folder) / "both.html")
                 pages[-1].write_text(f"<style>{SIDE_BY_SIDE}</style>{frames}")
