@@ -175,3 +175,12 @@ def test_blocks_with_infinities_are_nan_and_zeros_stay_zeros():
 def test_bad_input(kw, words):
     with pytest.raises(mp.errors.MeshparError, match=words):
         mp.layers.quantize({"w": jnp.ones((8, 4)), "n": jnp.ones(4, jnp.int32)}, **kw)
+
+
+def test_an_operator_with_a_numpy_array_at_its_left():
+    """NumPy leaves the operator to the weight, also while JAX traces it."""
+    name, x = next(iter(weights().items()))
+    w = mp.layers.quantize(weights(), "int8", contract=CONTRACT, dims=DIMS)[name]
+    for product in (jax.jit(lambda w: np.float32(2) * w), lambda w: np.full(x.shape, 2, np.float32) * w):
+        assert isinstance(product(w), jax.Array)
+        np.testing.assert_allclose(product(w), 2 * np.asarray(w.dequantize()), rtol=1e-6)

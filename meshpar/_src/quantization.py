@@ -90,6 +90,8 @@ class Quantized:
             return Quantized(self.codes[index], self.scales[index], self.dtype).dequantize()
         return self.dequantize()[index]
 
+    __array_priority__ = 100  # so that an operator with a NumPy array at its left is the one of this class
+
     def __repr__(self) -> str:
         of = f"{self.dtype.name}{list(self.shape)}" if hasattr(self.codes, "shape") else f"{self.codes}"
         scales = list(self.scales.shape) if hasattr(self.scales, "shape") else self.scales

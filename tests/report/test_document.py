@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
+from meshpar._src.report.colours import AxisColours
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +47,10 @@ def test_colours(plan, terminal, variables, coloured, monkeypatch, tmp_path):
     assert ("\x1b[" in str(plan)) is coloured
     plan.save(tmp_path / "plan.txt")
     assert "\x1b[" not in (tmp_path / "plan.txt").read_text("utf8")  # a file has no colours
+
+
+def test_colours_of_axes_do_not_depend_on_their_order():
+    """``data`` and ``fsdp`` want the same colour; unknown axes may."""
+    axes = ["fsdp", "data", "rows", "columns", "depth"]
+    assert AxisColours(axes).of == AxisColours(reversed(axes)).of
+    assert len(set(AxisColours(axes).of.values())) == 5

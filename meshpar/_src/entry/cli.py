@@ -422,12 +422,13 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; else the command of a search."""
+    :data:`WORTH_TRYING`; else the command of a search. Schemes that lack an axis of the plan's layout do not count."""
     found: list[tuple[float, float, str]] = []
+    used = {axis for rule in plan.layout.rules for axis in rule.axes}
     for name, scheme in PRESETS.items():
         layout = scheme()
         axes = {axis for rule in layout.rules for axis in rule.axes}
-        if axes <= plan.sizes.keys() and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
+        if used <= axes <= plan.sizes.keys() and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
             with quiet(), contextlib.suppress(MeshparError):
                 other = plan.replan(layout=layout)
                 if fits(other) and other.seconds is not None:

@@ -37,13 +37,13 @@ class AxisColours:
     """
 
     def __init__(self, *meshes: Iterable[str]):
-        """Colours for the axes of these meshes, by their names, whatever their order: an axis has one colour in all reports.
+        """Colours for the axes of these meshes, by their names, whatever their order.
 
-        An axis whose colour is taken has the next free one.
+        An axis whose colour is taken by another one of these has the next free one.
         """
         chosen: dict[str, int] = {}
         axes = dict.fromkeys(a for mesh in meshes for a in mesh)
-        for axis in sorted(axes, key=lambda a: a not in KNOWN):
+        for axis in sorted(axes, key=lambda a: (a not in KNOWN, a)):
             wanted = KNOWN.get(axis, zlib.crc32(axis.encode()))
             free = [k for k in range(wanted, wanted + len(PALETTE)) if k % len(PALETTE) not in chosen.values()]
             chosen[axis] = (free or [wanted])[0] % len(PALETTE)

@@ -23,11 +23,9 @@ from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
 from .tables import GROUP, Cell, Table, code, html_picture, key, number
-from .timeline import step_bounds
+from .timeline import step_bounds, step_shares
 from .torus import TORUS, torus_picture
 
-MIN_SHARE = 0.02
-"""Of the step's time, of the parts that the verdict lists."""
 MAX_OPEN_COLLECTIVES = 12
 """Of a plan with more collectives, the tables of the rules are closed."""
 NOT_ESTIMATED = "not estimated: no topology"
@@ -125,9 +123,12 @@ def verdict(plan: Plan) -> str:
     if chip is None or time is None:
         return f'<p class="verdict">Each device needs {format_memory(peak)} and sends {format_bytes(plan.bytes_sent)} a step.</p>'
     does = "<b>Fits</b>" if facts.fits(plan) else '<b class="up">Does not fit</b>'
-    bounds = step_bounds(plan)
-    shares = [f"{name} {100 * n / time.seconds:.0f}\u00a0%" for name, n in bounds if n >= MIN_SHARE * time.seconds]
-    bound = f", bound by <b>{escape(bounds[0][0])}</b>: {escape(', '.join(shares))} of the step" if shares else ""
+    shares = step_shares(plan)
+    bound = (
+        f", bound by <b>{escape(step_bounds(plan)[0][0])}</b>: {escape(', '.join(shares))} of the step"
+        if shares
+        else ""
+    )
     return (
         f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. A step takes about '
         f"<b>{format_seconds(time.seconds)}</b> (MFU {100 * time.mfu:.0f} %){bound}.</p>"

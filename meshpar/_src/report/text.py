@@ -24,6 +24,7 @@ from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
+from .timeline import step_shares
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
@@ -106,7 +107,10 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         kernels = facts.kernel_seconds(time)
         waits = time.seconds - kernels
         bar = _bar([("█", kernels, "grey62"), ("▒", waits, "red")])
-        split = joined(f"kernels {format_seconds(kernels)}", f"communication not hidden {format_seconds(waits)}")
+        bound = [f"bound by {', '.join(shares)}"] if (shares := step_shares(plan)) else []
+        split = joined(
+            f"kernels {format_seconds(kernels)}", f"communication not hidden {format_seconds(waits)}", *bound
+        )
         rows.append(("step", f"{format_seconds(time.seconds)}, MFU {100 * time.mfu:.0f} %", bar, split))
     cost = attrgetter("seconds" if timed else "bytes")
 
@@ -181,7 +185,11 @@ def _costs(plan: Plan) -> list[Text]:
         takes = f"a step takes {'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
         on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
         out.append(Text.assemble((takes, "bold"), on))
-        details = (time.bottleneck, facts.blocking_collectives(plan), facts.calibration_text(plan))
+        details = (
+            f"alone, the largest part is {time.bottleneck}",
+            facts.blocking_collectives(plan),
+            facts.calibration_text(plan),
+        )
         out += [Text(f"    {line}", style="dim") for line in details if line]
     if decoding := decoding_of(plan):
         out.append(Text.assemble(("decoding ", "bold"), str(decoding)))

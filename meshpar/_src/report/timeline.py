@@ -26,6 +26,8 @@ from . import facts
 FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 COMPUTE, LOOP, HOST = "compute", "loop", "host link"
 """Lanes of a timeline; the others are the networks of collectives (:func:`network_of`)."""
+MIN_SHARE = 0.02
+"""Of the step's time, of the parts that a verdict lists."""
 MAX_EVENTS = 400_000
 """Of a loop in a trace. A loop with more events is one event."""
 ARGUMENTS = ("dims", "axes", "bytes", "exposed", "cause", "source", "trips")
@@ -207,6 +209,13 @@ def step_bounds(plan: Plan) -> list[tuple[str, float]]:
         over = f"exposed communication over {'+'.join(span.axes)}" if span.axes else "copies to and from the host"
         parts[over] += span.exposed * runs
     return sorted(((name, n) for name, n in parts.items() if n > 0), key=lambda part: -part[1])
+
+
+def step_shares(plan: Plan) -> list[str]:
+    """``"matmuls 68 %"`` for each of :func:`step_bounds` from :data:`MIN_SHARE` of the step on, longest first."""
+    bounds = step_bounds(plan)
+    seconds = sum(n for _, n in bounds)
+    return [f"{name} {100 * n / seconds:.0f}\u00a0%" for name, n in bounds if n >= MIN_SHARE * seconds]
 
 
 def trace_json(plan: Plan) -> str:

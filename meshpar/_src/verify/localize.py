@@ -23,6 +23,7 @@ from ..plan.plan import Plan
 from ..plan.request import PlanRequest
 from ..program.infer import infer_like
 from ..program.jaxprs import flatten, with_eqns
+from ..program.kernels import kernel_p
 from ..rules import primitive
 from ..units import mesh_text
 from .numbers import Difference, compare, compiled, host, on_device, spread_of, worst_of
@@ -226,15 +227,15 @@ class Localizer:
             others = ", ".join(plan.outputs[j].path for j in failed[:6])
             lines.append(f"  {len(failed)} of {len(differences)} results differ: {others}{', …' * (len(failed) > 6)}")
         culprits = [c for c in map(self.culprit, failed) if c is not None]
-        source, deterministic = None, True
+        source, deterministic, kernel = None, True, False
         verdict = self.verdict(k, outs[k])
         if culprits:
             i, var, off, verdict = min(culprits, key=lambda c: c[0])
             eqn = self.eqns[i]
-            source = source_line(eqn)
+            source, kernel = source_line(eqn), eqn.primitive is kernel_p
             dims = format_dims(self.program.dims(self.program.root.env[var]))
             value_text = f"{var.aval.dtype}[{', '.join(map(str, var.aval.shape))}] ({dims})"
-            lines.append(f"  the first wrong op: {eqn.primitive.name} → {value_text} at {source}")
+            lines.append(f"  the first wrong op: {eqn.primitive.name} → {value_text}{f' at {source}' * bool(source)}")
             lines.append(f"  one device computes a different result from the same operands: {off}")
         elif not compare(host(self.out_refs[k]), self.reference.results[k], self.tolerance).ok:
             lines.append("  already on one device the traced program and the function differ")
@@ -252,15 +253,20 @@ class Localizer:
         return CheckError(
             "\n".join(lines), path=path, shape=value.shape, dtype=value.aval.dtype,
             dims=format_dims(plan.program.dims(value)), source=source, rule=str(plan.layout),
-            fixes=_fixes(deterministic, verdict is not None or narrowest(self.closed) is None),
+            fixes=_fixes(deterministic, verdict is not None or narrowest(self.closed) is None, kernel),
         )  # fmt: skip
 
 
-def _fixes(deterministic: bool, certain: bool) -> list[str]:
-    """Suggestions for a difference; ``certain``: it is known to be more than rounding."""
+def _fixes(deterministic: bool, certain: bool, kernel: bool) -> list[str]:
+    """Suggestions for a difference; ``certain``: it is known to be more than rounding; ``kernel``: its rule is the user's."""
     if not deterministic:
         return ["make the function deterministic: on one device two runs of it differ"]
     until = "until then keep the dims of that op unsharded, e.g. `dim: none` before the other rules"
+    if kernel:
+        return [
+            "check the `mp.kernel_rule` of this kernel: its dims, and whether a split dim changes the result",
+            until,
+        ]
     if certain:
         return ["more than rounding: this is a bug of the compiler or of meshpar, please report it", until]
     return [
