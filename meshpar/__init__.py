@@ -6,7 +6,8 @@
 >>> step = mp.jit(train_step, mesh=mesh, layout=layout, dims={"batch/tokens": "batch seq"})
 
 The modules of ``mp``: ``train`` (functions of a train step), ``layers`` (functions of a model), ``data``, ``log``, ``replicas``,
-``nd`` (named arrays), ``layouts`` (known schemes), ``hardware``, ``errors``, and ``types``, the classes that functions return.
+``nd`` (named arrays), ``layouts`` (known schemes), ``hardware`` (measurements of the attached devices),
+``errors``, and ``types``, the classes that functions return.
 """
 
 from . import data, errors, hardware, layers, layouts, log, nd, replicas, train, types

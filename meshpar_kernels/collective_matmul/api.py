@@ -52,7 +52,7 @@ def all_gather_matmul(
     `lax.ppermute`, and multiplies each block while the next one is in flight (Wang et al., ASPLOS 2023); it runs on all
     platforms. "pallas" does the same in one kernel: by remote DMA on TPU; over NVLink on GPUs (sm_90a and sm_100a, at
     most 8, one mesh axis), where every device writes its rows to all others directly, into a buffer of all rows. The
-    gradient of w always uses "ring". None: "ring", unless `MESHPAR_KERNELS=pallas`.
+    gradient of w uses "ring" in place of "pallas". None: "ring", unless `MESHPAR_KERNELS=pallas`.
 
     Status of "pallas": opt-in until it is timed on hardware.
 
@@ -69,8 +69,7 @@ def all_gather_matmul(
 
     Returns:
       [m·A, n]: the rows of device 0 first. Differentiable: the gradient of x is a `matmul_reduce_scatter` (accumulated
-      in float32); the gradient of
-      w gathers x again, block by block.
+      in float32); the gradient of w gathers x again, block by block.
 
     Raises:
       ValueError: shapes that do not fit, an axis that is not bound, an unknown implementation, or operands that are
@@ -112,9 +111,8 @@ def matmul_reduce_scatter(
         bytes of a bfloat16 matmul; bfloat16 rounds at every hop, as a reduce-scatter of bfloat16 does.
 
     Returns:
-      [M/A, N]: the rows of this device. Differentiable: the gradient of x is an `all_gather_matmul`, and the gradient
-      of w uses the same
-      blocks as they arrive.
+      [M/A, N]: the rows of this device. Differentiable: the gradient of x is an `all_gather_matmul`, and the
+      gradient of w uses the same blocks as they arrive.
 
     Raises:
       ValueError, NotImplementedError: as `all_gather_matmul`; ValueError also if M does not divide over the devices.

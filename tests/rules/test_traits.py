@@ -14,6 +14,10 @@ ALLOWED = {
     "compat/loops.py": (3, "below the registry: the operands of a scan, a while loop and a conditional"),
     "layers/checkpoint_policies.py": (1, "JAX asks policies about this call, by its primitive"),
     "lower/jit.py": (2, "`slice` by its parameters; `reshard`, from jax.random, says nothing without Explicit axes"),
+    "lower/shard_map.py": (
+        1,
+        "of custom derivatives, JAX has no vmap of the forward derivative of a `custom_vjp` only",
+    ),
     "plan/decide.py": (1, "`random_bits` of a key that is the same everywhere"),
     "program/divisible_rewrite/candidates.py": (1, "`rev` moves every element, others only those at the ends"),
     "program/divisible_rewrite/constants.py": (3, "indices of arange and negative indices: `iota`, `select_n`, `lt`"),

@@ -8,8 +8,8 @@
     schedule           when kernels, collectives and host copies start and end
     kernel_time        the seconds of each kernel
     collective_matmul  exposed seconds of collectives next to matmuls: separate, as a ring, in a fused kernel
-    vmem               the images that a kernel has in VMEM
-    donation           results that alias donated arguments
+    vmem               the images (arrays of convolutional nets) that a TPU keeps in VMEM between kernels
+    donation           results that alias donated arguments, and arguments that could be donated
     buffer_roles       parameter, optimizer state, gradient, saved activation, or another
     flops              FLOPs of matmuls and convolutions, and redundant ones
     kernels            the computation of one device: its ops, collectives and loops as kernels

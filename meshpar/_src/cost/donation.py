@@ -1,4 +1,4 @@
-"""Results that alias donated arguments, and whether XLA gathers them into another buffer first."""
+"""Results that alias donated arguments, and whether XLA gathers them into another buffer first; arguments that could be donated."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@
     facts     groups of arguments and collectives, effects of rules
     names     the table of inferred names
     tables    tables for terminals and pages
-    colours   a colour for each mesh axis
+    colours   colours of mesh axes and of kinds of memory; dims, axes and meshes as coloured cells
 """
 
 from .data import calibration_rates, plan_json
