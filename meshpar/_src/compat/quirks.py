@@ -59,7 +59,7 @@ LATE_RESULTS = Quirk(
     remove="with LATE_GRADIENTS",
 )
 """Results that no matmul depends on, such as the loss, are computed at the end of the program, and their operands
-(float32 logits) stays in memory during the backward pass."""
+(float32 logits) stay in memory during the backward pass."""
 
 LATE_SLICE = Quirk(
     compiler="libtpu 0.0.42",

@@ -150,16 +150,16 @@ class _Device:
         self.x.update(zip(body.inputs, xs, strict=True))
         with reusing(self.exchanged):
             for step in body.steps:
-                what, xs, matmul = self.signature(step)
+                kind, xs, matmul = self.signature(step)
                 sources = [self.source(step)]
-                if what is None:
+                if kind is None:
                     with at_source(sources[0]):
                         _RUN[type(step)](self, step)
                 else:
                     if matmul is not None:
                         sources.append(source_of(matmul.eqn, matmul.where))
                     trace = functools.partial(self.trace, step, sources[0])
-                    results = self.templates.run(self.templates.key(what, xs), xs, trace, sources)
+                    results = self.templates.run(self.templates.key(kind, xs), xs, trace, sources)
                     self.x.update(zip(step.makes, results, strict=True))
                 if isinstance(step, Run) and not step.in_ring:
                     self.orders.ran(step, xs, [self.x[s] for s in step.results])
