@@ -52,7 +52,7 @@ def test_the_compiled_layer_sends_what_the_plan_lists():
 def test_scanned_and_recomputed_layers_give_the_unsharded_state(scheme):
     model = small_transformer
     step = model.step_of(rename=False)
-    options = {"meshes": ["data=2, model=4"], "dims": model.DIMS, "lowerings": ["shard_map"], "overlap": "ring"}
+    options = {"mesh": ["data=2, model=4"], "dims": model.DIMS, "lowerings": ["shard_map"], "overlap": "ring"}
     assert mp.check(step, *model.create(), layouts=[model.LAYOUTS[scheme]], **options).ok
 
 
