@@ -21,6 +21,7 @@ from ..hardware.chips import Chip
 from ..hardware.topology import chip_of, described_mesh
 from ..layout import Layout, to_partition_spec
 from ..mesh import planned_mesh
+from ..moves import plan
 from ..moves.move import Move, Side
 from ..moves.plan import MAX_ROUND_SHARE, MovedArray, chunks_of, collectives_of, ordered, rounds_of
 from ..moves.route import Operand, route, spec_of
@@ -122,7 +123,8 @@ def move(
     chip = _chip(target) or _chip(source)
     of = _layout_text(source), _layout_text(target)
     moved = [_moved(path, m, where, targets[path], dtypes[path], of, chip) for path, m in made.items()]
-    most = max(sum(a.before for a in moved), sum(a.after for a in moved)) * MAX_ROUND_SHARE
+    side = max(sum(a.before for a in moved), sum(a.after for a in moved))
+    most = max(MAX_ROUND_SHARE * side, plan.MIN_ROUND_BYTES)
     rounds = rounds_of(ordered(_chunked(a, donate, most / 4, of, chip) for a in moved), most)
     first = moved[0]
     sides = [
@@ -393,7 +395,7 @@ def _moved(
     of = [where[p] for p in made.sources]
     goal = to.sharding
     assert goal is not None
-    names = of[0].dims if of[0].dims == to.dims else f"{of[0].dims} → {to.dims}"
+    names = to.dims if of[0].dims in ("", to.dims) else f"{of[0].dims} → {to.dims}"
     stays = all(x.sharding is not None for x in of) and not is_key(of[0]) and 0 not in to.shape
     operands = tuple(Operand(x.shape, x.sharding or goal, shift) for x, shift in zip(of, made.shifts, strict=True))
     r = route(operands, to.shape, goal) if stays else None
