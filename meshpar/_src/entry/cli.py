@@ -619,7 +619,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
     layouts = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
-    found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
+    found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
     if args.result:
         found.calibration.save(args.result)
     _show(args, found)
@@ -635,7 +635,7 @@ def _check(args: argparse.Namespace) -> int:
     layouts = [_layout(args, target, text, (meshes or [default])[0], None) for text in args.layout or [None]]
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
-    report = _call(args, mp.check, target, layouts=layouts, mesh=meshes, lowerings=lowerings, **how)
+    report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:
