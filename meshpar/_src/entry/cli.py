@@ -50,6 +50,7 @@ from ..report.tables import hanging
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
+from . import starting
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
 from .infer_dims import named_program
@@ -89,6 +90,7 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    starting.clear()
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
