@@ -79,7 +79,7 @@ class AxisColours:
 
     def layout(self, layout: str) -> Text:
         """The text of a layout, or a text with `rules` and `axes` in it, with coloured axes."""
-        return self._coloured(layout, r"(?<=[\s+`]){}(?=\s*(?:[+;`]|$))")
+        return self._coloured(layout, r"(?<=[\s+`]){}(?=\s*(?:[+;`(]|$))")
 
     def _chip(self, text: str, axes: Sequence[str]) -> str:
         """A label of a page in the colour of the first of some axes; without axes in the text's."""
