@@ -10,6 +10,9 @@ The modules of ``mp``: ``train`` (functions of a train step), ``layers`` (functi
 ``errors``, and ``types``, the classes that functions return.
 """
 
+from ._src.entry import starting as _starting  # noqa: F401  # shows a line before the others import JAX
+
+# isort: split
 from . import data, errors, hardware, layers, layouts, log, nd, replicas, train, types
 from ._src.entry.api import check, compile, init, jit, lab, plan, search, shardings
 from ._src.entry.infer_dims import infer_dims

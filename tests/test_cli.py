@@ -586,14 +586,14 @@ STEP = [
 LOWERING = ("--lowering jit", "lowering", "jit")
 MEASURED = ("--calibration here.json", "calibration", "here.json")
 READ = ("--calibration CALIBRATION", "calibration", "CALIBRATION")
-LAYOUTS = ("--layout 'embed: data' --layout dp", "layouts", ["embed: data", "batch: data"])
+LAYOUTS = ("--layout 'embed: data' --layout dp", "layout", ["embed: data", "batch: data"])
 SEVERAL = [
     ("--mesh data=4 --mesh data=8", "mesh", ["data=4", "data=8"]),
     LAYOUTS,
     ("--tolerance 0.5", "tolerance", 0.5),
 ]
 SEARCH = [
-    LAYOUTS,
+    (LAYOUTS[0], "layouts", LAYOUTS[2]),
     ("--fixed 'batch: data'", "fixed", "batch: data"),
     ("--forbid mlp", "forbid", "mlp"),
     ("--objective memory", "objective", "memory"),

@@ -128,7 +128,7 @@ class _Preemption:
         return preemption_sync_point(step)
 
     def shutdown(self) -> None:
-        """Nothing has been made yet."""
+        """Do nothing: JAX calls it at the end of a process that never asked, where its own manager has not been made."""
 
 
 def listen_for_preemption() -> None:

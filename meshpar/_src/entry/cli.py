@@ -50,6 +50,7 @@ from ..report.tables import hanging
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
+from . import starting
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
 from .infer_dims import named_program
@@ -89,6 +90,7 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    starting.clear()
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
@@ -620,7 +622,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         _default_layout(args, target, mesh, None)
     ]
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
-    found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
+    found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
     if args.result:
         found.calibration.save(args.result)
     _show(args, found)
@@ -637,7 +639,7 @@ def _check(args: argparse.Namespace) -> int:
     layouts = layouts or [_default_layout(args, target, (meshes or [default])[0], None)]
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
-    report = _call(args, mp.check, target, layouts=layouts, mesh=meshes, lowerings=lowerings, **how)
+    report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:

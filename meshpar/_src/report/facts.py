@@ -226,14 +226,16 @@ def argument_groups(
 ) -> Iterator[tuple[str, ArgumentGroup, list[ArgumentGroup]]]:
     """(label of a kind, all of its arguments, those with equal keys as groups, largest first), for parameters, optimizer state, ….
 
-    Constants that the function closes over are a kind of their own.
+    Constants that the function closes over are a kind of their own. The label says whether all or some of its arrays are donated.
     """
     for kind, label in KINDS.items():
+        donated = [i in plan.donated for i, h in enumerate(plan.inputs) if h.kind == kind]
         members = [h for h in (*plan.inputs, *plan.constants) if h.kind == kind]
         if members:
             groups = [ArgumentGroup(tuple(g)) for g in grouped(members, key)]
             ranked = sorted(groups, key=lambda g: -g.bytes)
-            yield label, ArgumentGroup(tuple(members)), ranked
+            how = " (some donated)" if any(donated) and not all(donated) else " (donated)" if any(donated) else ""
+            yield label + how, ArgumentGroup(tuple(members)), ranked
 
 
 def shape_text(dtype: str, shape: Iterable[int]) -> str:

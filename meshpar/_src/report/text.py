@@ -151,7 +151,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
     rows: list[list[Cell]] = []
     attributes = []
     for label, every, groups in facts.argument_groups(plan, lambda h: (tuple(facts.argument_dims(h)), h.on_host)):
-        most = MAX_ARGUMENT_ROWS if label == "parameters" else MAX_ARGUMENT_ROWS // 2
+        most = MAX_ARGUMENT_ROWS if every.members[0].kind == "params" else MAX_ARGUMENT_ROWS // 2
         shown, others = groups[:most], [h for group in groups[most:] for h in group.members]
         rows.append([Cell(label), *every.cells()])
         for group in shown:
