@@ -30,6 +30,7 @@ from meshpar._src.search.picture import Picture
 from meshpar._src.search.row import Row
 from meshpar._src.search.selection import Candidate, _choice, one_per_kind, with_merged_axes
 from meshpar._src.search.space import Point, Space, meshes
+from meshpar._src.units import format_seconds
 
 OPTIMIZER = optax.adam(1e-3)
 V5E = parse_topology("v5e:4x4").chip.per_device().hbm
@@ -376,9 +377,12 @@ def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
     for row in got.rows:
         assert row.mfu == pytest.approx(got.plan(row).time.mfu, rel=1e-6)
     turned = replace(got.best, mesh=", ".join(reversed(got.best.mesh.split(", "))), seconds=2 * got.best.seconds)
-    assert (got._why_not(turned) == "another order of the axes: other places on the torus") == (
-        turned.mesh != got.best.mesh
+    assert got._why_not(turned) == f"{format_seconds(got.best.seconds)} slower than ★" + (
+        "; another order of the axes: other places on the torus" * (turned.mesh != got.best.mesh)
     )
+    less = replace(got.best, layout="batch: data", seconds=1.001 * got.best.seconds)
+    assert got._why_not(less) == "as fast as ★, but less simple"
+    assert got._why_not(replace(less, seconds=0.98 * less.seconds)).endswith(" faster than ★, but less simple")
     assert got._why_not(replace(turned, fits=False, peak=got.usable + 2**30)) == "too large by 1.00 GiB"
     assert got._why_not(got.best) == ""
 

@@ -583,14 +583,15 @@ def _search(args: argparse.Namespace) -> int:
             choices={"overlap": modes} if modes else None,
             **given_flags(args, SearchOptions),
         )
+    best = found.best
+    how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
+    varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
+    overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
+    args.set += [f"{name}={value}" for name, value in varied.items()]
+    found.name, found.command = target.name.rpartition(":")[2], _command_line(args, "plan", **how, **overlap)
     _show(args, found)
     if not args.json and found.fits:
-        best = found.best
-        how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
-        varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
-        overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
-        args.set += [f"{name}={value}" for name, value in varied.items()]
-        _show_next(_command_line(args, "plan", **how, **overlap))
+        _show_next(found.command)
     return 0 if found.fits else 1
 
 

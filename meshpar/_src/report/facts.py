@@ -37,6 +37,8 @@ MIN_PADDING_SHARE = 0.01
 MIN_LARGE_SHARE = 0.05
 """Fraction of the peak memory of the smallest array that is reported by name; :data:`MAX_LARGE` are at most."""
 MAX_LARGE = 3
+MEASURED_GPU_STEPS = (1.14, 1.18)
+"""Smallest and largest ratio of the measured to the planned time of train steps; source: ``benchmarks/results/device.md``."""
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -78,6 +80,21 @@ def time_bounds(time: Time) -> str:
     """The two bounds of a step's estimate, as text."""
     ends = format_seconds(time.overlapped), format_seconds(time.serial)
     return f"{ends[0]} if everything overlaps, {ends[1]} if nothing overlaps"
+
+
+def parts_text(time: Time) -> str:
+    """The parts of a step if nothing overlaps, longest first: ``communication 212 ms, matmuls 80.9 ms, memory traffic 50.8 ms``."""
+    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector}
+    parts |= {"communication": time.communication, "copies to and from the host": time.to_host + time.to_device}
+    return ", ".join(f"{k} {format_seconds(v)}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
+
+
+def accuracy_text(plan: Plan) -> str:
+    """The measured times of GPU steps relative to their plans; "" for other chips, and for calibrated ones."""
+    if plan.chip is None or not plan.chip.switch or plan.chip.calibration:
+        return ""
+    low, high = MEASURED_GPU_STEPS
+    return f"steps that were measured on one H200 took {low} to {high} times as long as planned"
 
 
 def largest_text(plan: Plan) -> str:

@@ -24,7 +24,7 @@ from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
-from .timeline import step_shares
+from .timeline import slowest_kernel, step_shares
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
@@ -166,7 +166,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
 
 
 def _costs(plan: Plan) -> list[Text]:
-    """Peak memory by kind; the estimated time, its bounds, and the bottleneck."""
+    """Peak memory by kind; the estimated time, its bounds, its parts, and the slowest kernel."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
@@ -186,9 +186,11 @@ def _costs(plan: Plan) -> list[Text]:
         on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
         out.append(Text.assemble((takes, "bold"), on))
         details = (
-            f"alone, the largest part is {time.bottleneck}",
+            f"if nothing overlaps: {facts.parts_text(time)}",
+            f"slowest kernel: {slowest_kernel(plan)}",
             facts.blocking_collectives(plan),
             facts.calibration_text(plan),
+            facts.accuracy_text(plan),
         )
         out += [Text(f"    {line}", style="dim") for line in details if line]
     if decoding := decoding_of(plan):
