@@ -48,10 +48,17 @@ def written_loop(
     number = ctx.depth
     carries = [ctx.terms.make("carry", (number, k), (), a.shape, a.dtype) for k, a in enumerate(avals)]
     loop = Loop(number, [r.term for r in inits], carries, [])
-    nexts, others = run(loop)([ctx.replicated(c, a.shape) for c, a in zip(carries, avals, strict=True)], True)
-    for r in [*nexts, *others]:
-        require(isinstance(r, Rel), "a loop whose body is not understood")
-    loop.nexts = [r.term for r in nexts if isinstance(r, Rel)]
+    walked = run(loop)
+    while True:
+        nexts, others = walked([ctx.replicated(c, a.shape) for c, a in zip(loop.carries, avals, strict=True)], True)
+        for r in [*nexts, *others]:
+            require(isinstance(r, Rel), "a loop whose body is not understood")
+        loop.nexts = [r.term for r in nexts if isinstance(r, Rel)]
+        fixed = [k for k, (c, n) in enumerate(zip(loop.carries, loop.nexts, strict=True)) if c is n and c is not loop.inits[k]]
+        if not fixed:
+            break
+        for k in fixed:  # a carry that does not change is its initial value
+            loop.carries[k] = loop.inits[k]
     if key[0] == "while":
         (condition,) = others
         assert isinstance(condition, Rel)
@@ -62,12 +69,13 @@ def written_loop(
 
 def finals(ctx: Context, loop: Loop, places: Sequence[int], guesses: Sequence[Rel | Unknown]) -> list[Rel | Unknown]:
     """The relations of the carries after a loop."""
-    return [
-        replace(r, term=ctx.terms.make("final", (loop.number, k), (), r.term.shape, r.term.dtype))
-        if isinstance(r, Rel)
-        else r
-        for k, r in zip(places, guesses, strict=True)
-    ]
+
+    def final(k: int, r: Rel) -> Rel:
+        if loop.carries[k] is loop.inits[k]:
+            return r
+        return replace(r, term=ctx.terms.make("final", (loop.number, k), (), r.term.shape, r.term.dtype))
+
+    return [final(k, r) if isinstance(r, Rel) else r for k, r in zip(places, guesses, strict=True)]
 
 
 def places_of(loop: Loop, inits: Sequence[Rel | Unknown], avals: Sequence[Any]) -> list[int] | None:
@@ -111,7 +119,8 @@ def invariants(
         """The relation to the carry of the written loop, sharded and partial as another value is."""
         spec = tuple(a if n != 1 else () for a, n in zip(like.spec, term.shape, strict=True))
         sizes = tuple(n * ctx.size(a) for n, a in zip(aval.shape, spec, strict=True))
-        require(sizes == term.shape, f"a carry of shape {list(aval.shape)} of one of shape {list(term.shape)}")
+        fits = all(n in (1, m) for n, m in zip(term.shape, sizes, strict=True))
+        require(fits, f"a carry of shape {list(aval.shape)} of one of shape {list(term.shape)}")
         return Rel(term, tuple(aval.shape), spec, like.partial, like.kind)
 
     guesses: list[Rel | Unknown] = []
@@ -156,13 +165,19 @@ def invariants(
 
 
 def differs(found: Term, wanted: Term) -> str:
-    """Where two terms differ: the operands that differ in turn, as long as op and params agree."""
-    while found.op == wanted.op and found.params == wanted.params and len(found.args) == len(wanted.args):
-        pairs = [(a, b) for a, b in zip(found.args, wanted.args, strict=True) if a is not b]
-        if len(pairs) != 1:
+    """Where two terms differ: the operands that differ, as long as op and params agree."""
+    while (found.op, found.params, len(found.args)) == (wanted.op, wanted.params, len(wanted.args)):
+        ours = [a for a in found.args if a not in wanted.args] or list(found.args)
+        theirs = [b for b in wanted.args if b not in found.args] or list(wanted.args)
+        pairs = [(a, b) for a in ours for b in theirs if a is not b and a.op == b.op] or list(zip(ours, theirs, strict=False))
+        if not pairs:
             break
-        ((found, wanted),) = pairs
-    text = lambda t: f"{t.op}({', '.join(a.op for a in t.args)}){list(t.shape)}"  # noqa: E731
+        found, wanted = pairs[0]
+
+    def text(t: Term) -> str:
+        args = ", ".join(f"{a.op}{list(a.shape)}" for a in t.args)
+        return f"{t.op}[{str(t.params)[:60]}]({args}) {t.dtype}{list(t.shape)}"
+
     return f"{text(found)}, as written {text(wanted)}"
 
 

@@ -10,6 +10,7 @@ Example: a device's rows ``x[2 * k : 2 * k + 2]`` of an ``x`` with 8 rows, on a 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,12 +105,16 @@ class Context:
       terms: the terms of the proof.
       sizes: axis → size, of the mesh axes that a program is in the ``shard_map`` of.
       loops: the loops of the function as it was written, by their kind and length.
+      kernels: (name, numbers of the operands) → a kernel of the function as it was written.
+      assumed: name → number of calls of local forms of kernels.
       written: the equations are those of the function as it was written.
     """
 
     terms: Terms
     sizes: Mapping[str, int] = field(default_factory=dict)
     loops: dict[Any, list[Any]] = field(default_factory=dict)
+    kernels: dict[Any, JaxprEqn] = field(default_factory=dict)
+    assumed: Counter[str] = field(default_factory=Counter)
     written: bool = True
     depth: int = 0
 

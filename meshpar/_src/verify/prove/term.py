@@ -84,10 +84,9 @@ class Terms:
     def literal(self, value: Any, dtype: Any, rank: int = 0) -> Term:
         """A number, broadcast to any shape of a rank; 0.0 and -0.0 are one."""
         x = np.asarray(value)
-        if x.dtype.kind in "fiub" or x.dtype.kind == "V":
-            number: Hashable = x.astype(np.float64).item() if x.dtype.kind in "fV" else x.item()
-        else:
-            number = x.item()
+        if "float" in str(dtype):
+            x = x.astype(np.dtype(dtype)).astype(np.float64)
+        number = x.item()
         return self.make("literal", repr(number + 0 if isinstance(number, float) else number), (), (1,) * rank, dtype)
 
     def array(self, value: Any) -> Term:

@@ -9,10 +9,11 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ...compat.jax import axes_of_spec, source_line
+from ...compat.jax import axes_of_spec, source_line, without_dead_code
 from . import loops
 from .lemmas import LEMMAS, family_of
 from .lemmas.elementwise import SAME
+from .lemmas.kernel import on_blocks
 from .loops import Loop
 from .relation import Cause, Context, Contradiction, Rel, Unknown, Unverified, require
 from .report import Proof, Result
@@ -21,6 +22,10 @@ from .term import Terms
 Known = Rel | Unknown
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Params with the body of a call."""
+
+
+KERNEL = "kernel of "
+"""Prefix of the name of a call that is the local form of a kernel."""
 
 
 class Walk:
@@ -70,6 +75,14 @@ class Walk:
             if name in SAME:
                 self.count(eqn, "elementwise")
                 return list(rels)
+            if KERNEL in str(eqn.params.get("name", "")):
+                unknown = next((r for r in rels if isinstance(r, Unknown)), None)
+                if unknown is not None:
+                    return [unknown] * len(eqn.outvars)
+                own = str(eqn.params["name"]).removeprefix(KERNEL)
+                out = on_blocks(self.ctx, own, eqn, [r for r in rels if isinstance(r, Rel)])
+                self.count(eqn, "kernel")
+                return list(out)
             if body is not None and name != "pallas_call":
                 closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, [])
                 return self.run(closed.jaxpr, closed.consts, rels)
@@ -285,7 +298,7 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
         for k, v in enumerate(written.jaxpr.invars)
     ]
     expected = walk.run(written.jaxpr, written.consts, inputs)
-    ctx.written = False
+    ctx.written, program = False, without_dead_code(program)
     found = walk.run(program.jaxpr, program.consts, inputs)
     results = []
     for k, (have, want) in enumerate(zip(found, expected, strict=True)):

@@ -65,8 +65,15 @@ def pmax(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 def all_gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The blocks of all devices along axes, one after the other: the dim is no longer sharded over them."""
     (x,), axes, d = rels, axes_of(eqn, ctx), int(eqn.params["all_gather_dimension"])
-    require(bool(eqn.params["tiled"]), "an all-gather into a new dim")
-    return [gathered(x, axes, d, out_shape(eqn))]
+    if eqn.params["tiled"]:
+        return [gathered(x, axes, d, out_shape(eqn))]
+    sharded = [k for k, s in enumerate(x.spec) if s == axes]
+    require(len(sharded) == 1, "an all-gather into a new dim of a value without one dim that is sharded over its axes")
+    whole, (k,), rank = gathered(x, axes, sharded[0], x.shape), sharded, len(x.shape)
+    parts = (*x.term.shape[:k], ctx.size(axes), x.shape[k], *x.term.shape[k + 1 :])
+    order = [n for n in range(rank + 1) if n != k]
+    term = ctx.terms.transpose(ctx.terms.reshape(x.term, parts), [*order[:d], k, *order[d:]])
+    return [x.of(term, out_shape(eqn), [*whole.spec[:d], (), *whole.spec[d:]])]
 
 
 def gathered(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
