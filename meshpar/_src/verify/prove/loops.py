@@ -54,7 +54,11 @@ def written_loop(
         for r in [*nexts, *others]:
             require(isinstance(r, Rel), "a loop whose body is not understood")
         loop.nexts = [r.term for r in nexts if isinstance(r, Rel)]
-        fixed = [k for k, (c, n) in enumerate(zip(loop.carries, loop.nexts, strict=True)) if c is n and c is not loop.inits[k]]
+        fixed = [
+            k
+            for k, (c, n) in enumerate(zip(loop.carries, loop.nexts, strict=True))
+            if c is n and c is not loop.inits[k]
+        ]
         if not fixed:
             break
         for k in fixed:  # a carry that does not change is its initial value
@@ -169,7 +173,9 @@ def differs(found: Term, wanted: Term) -> str:
     while (found.op, found.params, len(found.args)) == (wanted.op, wanted.params, len(wanted.args)):
         ours = [a for a in found.args if a not in wanted.args] or list(found.args)
         theirs = [b for b in wanted.args if b not in found.args] or list(wanted.args)
-        pairs = [(a, b) for a in ours for b in theirs if a is not b and a.op == b.op] or list(zip(ours, theirs, strict=False))
+        pairs = [(a, b) for a in ours for b in theirs if a is not b and a.op == b.op] or list(
+            zip(ours, theirs, strict=False)
+        )
         if not pairs:
             break
         found, wanted = pairs[0]

@@ -84,8 +84,10 @@ class Terms:
     def literal(self, value: Any, dtype: Any, rank: int = 0) -> Term:
         """A number, broadcast to any shape of a rank; 0.0 and -0.0 are one."""
         x = np.asarray(value)
-        if "float" in str(dtype):
+        if str(dtype).startswith(("float", "bfloat")):
             x = x.astype(np.dtype(dtype)).astype(np.float64)
+        elif str(dtype).startswith("int"):
+            x = x.astype(np.dtype(dtype))
         number = x.item()
         return self.make("literal", repr(number + 0 if isinstance(number, float) else number), (), (1,) * rank, dtype)
 
@@ -140,10 +142,11 @@ class Terms:
         dtype = str(dtype)
         if x.dtype == dtype:
             return x
-        if x.op == "literal" and x.dtype in ("int32", "bool") and dtype == "float32":
-            return self.literal(
-                float(x.params == "True" if x.dtype == "bool" else int(str(x.params))), dtype, len(x.shape)
-            )
+        number = number_of(x)
+        if number is not None and (
+            dtype.startswith(("float", "bfloat")) or (dtype.startswith("int") and "float" not in x.dtype)
+        ):
+            return self.literal(number, dtype, len(x.shape))
         return self.make("convert", None, (x,), x.shape, dtype)
 
 

@@ -46,7 +46,7 @@ def along(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     not_partial(rels, eqn.primitive.name)
     (x,), axes = rels, tuple(map(int, eqn.params["axes"]))
     for d in axes:
-        require(not x.spec[d], f"it acts along dim {d}, which is sharded over {', '.join(x.spec[d])}", refused=True)
+        require(not x.spec[d], f"it acts along dim {d}, which is sharded over {', '.join(x.spec[d])}")
     x = ctx.expanded(x, axes)
     keep = [d for d in range(len(x.shape)) if d not in axes]
     term = ctx.terms.make(eqn.primitive.name, axes, (x.term,), [x.term.shape[d] for d in keep], out_dtype(eqn))
@@ -73,7 +73,7 @@ def jointly(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], dims: Sequence[int
     rels = [ctx.expanded(r, range(len(r.shape))) if len(rels) > 1 else ctx.expanded(r, dims) for r in rels]
     for r in rels:
         require(r.spec == rels[0].spec, "operands sharded differently", refused=True)
-        require(not any(r.spec[d] for d in dims), "it acts along a dim that is sharded", refused=True)
+        require(not any(r.spec[d] for d in dims), "it acts along a dim that is sharded")
     out = []
     for k, var in enumerate(eqn.outvars):
         shape = [var.aval.shape[d] if d in dims else n for d, n in enumerate(rels[0].term.shape)]

@@ -31,6 +31,8 @@ def broadcast(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     x, shape = rels[0], out_shape(eqn)
     dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
     require(dims == sorted(dims), "a broadcast that transposes")
+    if math.prod(shape) == math.prod(x.shape):
+        return [reshaped(ctx, x, shape)]
     sizes, spec = [1] * len(shape), [()] * len(shape)
     for k, d in enumerate(dims):
         require(x.shape[k] == shape[d] or x.term.shape[k] == 1, "a broadcast of a block of one element")
@@ -43,17 +45,22 @@ def reshape(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Elements do not change their order. With the index of an element written in digits, major to minor, those of the device and
     those within its block, the digits of the operand and of the result are the same.
 
-    Of several results that hold, the one that the function as written has.
+    Of several results that hold, one that the function as written has, or a value that was reshaped before.
     """
     require(eqn.params.get("dimensions") is None or eqn.primitive.name != "reshape", "a reshape that transposes")
-    x, shape = rels[0], out_shape(eqn)
+    return [reshaped(ctx, rels[0], out_shape(eqn))]
+
+
+def reshaped(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Rel:
+    """The result of a reshape."""
     found = list(_reshapes(ctx, x, shape))
     if not found:
         x = ctx.expanded(x, range(len(x.shape)))
         found = list(_reshapes(ctx, x, shape))
     require(bool(found), f"a reshape of {list(x.shape)} sharded over {x.spec} to {list(shape)}")
     made = [x.of(ctx.terms.reshape(x.term, sizes), shape, spec) for sizes, spec in found]
-    return [next((m for m in made if ctx.terms.is_known(m.term)), made[0])]
+    known = [m for m in made if ctx.terms.is_known(m.term)] or [m for m in made if m.term.op != "reshape"]
+    return (known or made)[0]
 
 
 def _reshapes(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[tuple[str, ...]]]]:
@@ -68,8 +75,7 @@ def _reshapes(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Iterator[tuple[li
     for n, size, axes in zip(x.shape, x.term.shape, x.spec, strict=True):
         if size == 1 and n > 1:
             constant.append((before, before * n))
-        if axes:
-            digits.append((before, axes))
+        digits += [(before, a) for a in axes]
         before *= n
     starts, before = [], 1
     for n in shape:
@@ -87,11 +93,11 @@ def _reshapes(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Iterator[tuple[li
             return
     choices = [[d for d, s in enumerate(starts) if s == at and not free[d]] for at, _ in digits]
     for places in itertools.product(*choices):
-        if list(places) != sorted(set(places)):
+        if list(places) != sorted(places):
             continue
         spec: list[tuple[str, ...]] = [()] * len(shape)
-        for (_, axes), d in zip(digits, places, strict=True):
-            spec[d] = axes
+        for (_, axis), d in zip(digits, places, strict=True):
+            spec[d] += (axis,)
         yield [1 if free[d] else n * ctx.size(spec[d]) for d, n in enumerate(shape)], spec
 
 
@@ -124,7 +130,7 @@ def carried(
       args: further operands, of the term only.
     """
     for d in dims:
-        require(not x.spec[d], f"it acts along dim {d}, which is sharded over {', '.join(x.spec[d])}", refused=True)
+        require(not x.spec[d], f"it acts along dim {d}, which is sharded over {', '.join(x.spec[d])}")
     if not constant:
         x = ctx.expanded(x, dims)
     out = []
@@ -141,7 +147,7 @@ def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1)
     """Elements of one dim, which must not be sharded."""
     if x.term.shape[d] == 1 or (size == x.shape[d] and stride == 1):
         return replace(x, shape=(*x.shape[:d], size, *x.shape[d + 1 :]))
-    require(not x.spec[d], f"a slice of dim {d}, which is sharded over {', '.join(x.spec[d])}", refused=True)
+    require(not x.spec[d], f"a slice of dim {d}, which is sharded over {', '.join(x.spec[d])}")
     sizes = (*x.term.shape[:d], size, *x.term.shape[d + 1 :])
     term = ctx.terms.make("slice", (d, start, stride), (x.term,), sizes, x.term.dtype)
     return x.of(term, (*x.shape[:d], size, *x.shape[d + 1 :]), x.spec)
