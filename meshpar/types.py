@@ -16,7 +16,7 @@ from ._src.plan.collectives import Collective
 from ._src.program.kernels import KernelSend, KernelWork
 from ._src.quantization import Quantized
 from ._src.report import PlanDiff
-from ._src.runs import RunPlan, RunRow
+from ._src.runs import Goodput, RunPlan, RunRow
 from ._src.search import Row, Search
 from ._src.verify.aot import Compiled
 from ._src.verify.check import Report
@@ -31,6 +31,7 @@ __all__ = [
     "Decoding",
     "Exported",
     "ExportedArray",
+    "Goodput",
     "Jitted",
     "KernelSend",
     "KernelWork",

@@ -1,3 +1,4 @@
-"""A training run from its plan: days, cost, goodput and the save interval, under failures of chips."""
+"""Training runs: days, cost, goodput and save interval by the plan, with failures of chips; the measured goodput of a run."""
 
+from .goodput import Goodput
 from .run_plan import RunOptions, RunPlan, RunRow, run_plan_of
