@@ -17,6 +17,7 @@ from ._src.plan.collectives import Collective
 from ._src.program.kernels import KernelSend, KernelWork
 from ._src.quantization import Quantized
 from ._src.report import PlanDiff
+from ._src.runs import Goodput, RunPlan, RunRow
 from ._src.search import Row, Search
 from ._src.verify.aot import Compiled
 from ._src.verify.check import Report
@@ -31,6 +32,7 @@ __all__ = [
     "Decoding",
     "Exported",
     "ExportedArray",
+    "Goodput",
     "Jitted",
     "KernelSend",
     "KernelWork",
@@ -45,5 +47,7 @@ __all__ = [
     "Report",
     "Row",
     "Rule",
+    "RunPlan",
+    "RunRow",
     "Search",
 ]

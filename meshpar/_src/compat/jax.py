@@ -43,6 +43,19 @@ trace_context: Callable[[], Hashable] = config.trace_context
 context and named axes. JAX's own trace caches have it in their keys."""
 
 
+@functools.cache
+def compilations() -> list[float]:
+    """The seconds of each compilation in this process since the first call of this function, which begins to record them."""
+    seconds: list[float] = []
+
+    def record(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == dispatch.BACKEND_COMPILE_EVENT:
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    return seconds
+
+
 def bound_axis_names() -> tuple[Any, ...]:
     """The names of the axes over which this thread may run collectives: of each ``jax.vmap(axis_name=…)`` around it."""
     return tuple(core.trace_ctx.axis_env.axis_sizes)
