@@ -411,7 +411,7 @@ class Checkpoints:
         """
         if self._manager is None:
             self._do(self._lock_folder)
-            self._run = str(exchange("the run of the checkpoints", _run_of(self.path))[0])
+            self._run = str(exchange("the run of the checkpoints", self._memory and _run_of(self.path))[0])
             self._stream = f"checkpoints-{next(_streams)}"
             self._do(self._create_manager)
             _open.append(self)
@@ -425,7 +425,7 @@ class Checkpoints:
                 folder = _folder(self.path)
                 folder.mkdir(parents=True, exist_ok=True)
                 self._lock = self._lock or Lock(folder)
-                if _run_of(self.path) is None:
+                if self._memory is not None and _run_of(self.path) is None:
                     (folder / RUN).write_text(uuid.uuid4().hex)
 
         _, mine, errors = _attempt(f"open {self.path}", lock)

@@ -330,24 +330,27 @@ class Memory:
     def newest(self, run: str) -> Copy | None:
         """The newest state of a run of which the hosts together have all blocks; None: there is none. All processes call it."""
         here: dict[int, dict[str, dict[tuple[int, ...], _Held]]] = {}
-        facts: dict[int, Any] = {}
+        known: dict[int, Any] = {}
         folder = self.root / run
         for step in (p for p in (folder.iterdir() if folder.exists() else ()) if p.name.isdigit()):
             for entry in (p for p in step.iterdir() if p.name.isdigit()):
                 with contextlib.suppress(OSError, ValueError):  # of no use, as if it were absent
                     read = json.loads((entry / "facts.json").read_text())
-                    facts[int(step.name)] = read["facts"]
+                    known[int(step.name)] = read["facts"]
                     blocks = here.setdefault(int(step.name), {})
                     for path, places in read["blocks"].items():
                         for start, shape, dtype, offset, digest in places:
                             held = _Held(entry / "blocks", offset, tuple(shape), dtype, tuple(digest))
                             blocks.setdefault(path, {})[tuple(start)] = held
         mine = [
-            [step, facts[step], [[p, s, h.shape, h.dtype, h.digest] for p, of in b.items() for s, h in of.items()]]
+            [step, known[step], [[p, s, h.shape, h.dtype, h.digest] for p, of in b.items() for s, h in of.items()]]
             for step, b in here.items()
         ]
         found = exchange("list the copies in memory", mine, _complete)
-        return None if found is None else Copy(*found, here.get(found[0], {}))
+        if found is None:
+            return None
+        step, facts, blocks = found
+        return Copy(step, facts, blocks, here.get(step, {}))
 
 
 def _complete(said: Sequence[Sequence[Any]]) -> list[Any] | None:
