@@ -16,6 +16,7 @@ from ._src.entry import starting as _starting  # noqa: F401  # shows a line befo
 from . import data, errors, hardware, layers, layouts, log, nd, replicas, train, types
 from ._src.entry.api import check, compile, init, jit, lab, plan, search, shardings
 from ._src.entry.infer_dims import infer_dims
+from ._src.entry.move import move
 from ._src.layout import Layout
 from ._src.mesh import mesh, virtual_devices
 from ._src.plan_api import Plan
@@ -45,6 +46,7 @@ __all__ = [
     "layouts",
     "log",
     "mesh",
+    "move",
     "named",
     "nd",
     "plan",

@@ -33,6 +33,8 @@ _PAIRS = re.compile(r"""[^",:]+:[^",:]+(,[^",:]+:[^",:]+)+\Z""")
 UNSHARDED = "(nothing sharded)"
 """The text of an empty layout in reports."""
 SCOPES = ("params", "opt")
+BETWEEN_SLICES = "slice"
+"""The usual name of the axis between slices of TPUs, or nodes of GPUs."""
 
 _TENSOR = "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}"
 _FSDP_TENSOR = _TENSOR + "; embed?: {data}"
@@ -40,7 +42,7 @@ SCHEMES = {
     "data_parallel": "batch: {data}",
     "zero1": "batch: {data}; opt.embed?: {data}",
     "fsdp": "batch, embed?: {data}",
-    "hsdp": "batch: {replica}+{data}; embed?: {data}",
+    "hsdp": "batch: {slice}+{data}; embed?: {data}",
     "tensor_parallel": _TENSOR,
     "megatron": _TENSOR,
     "fsdp_tensor": _FSDP_TENSOR,
@@ -66,7 +68,7 @@ OTHER_NAMES = {
 """Name of a scheme in other libraries → its name here, for suggestions."""
 PIPELINE = "pipeline"
 """Name of the scheme that is combined with the others: ``"fsdp+pipeline"``."""
-_DEFAULT_AXES = {axis: axis for axis in ("data", "model", "replica", "context", "expert")}
+_DEFAULT_AXES = {axis: axis for axis in ("data", "model", BETWEEN_SLICES, "context", "expert")}
 
 
 @dataclass(frozen=True)
@@ -306,7 +308,7 @@ class Layout:
             fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
             fixes += did_you_mean(axis, mesh.shape, "axes")
             if not near(axis, mesh.shape):
-                fixes.append(f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")')
+                fixes.append(f'or give the mesh that axis: mp.mesh("{mesh_text(_with_axis(mesh.shape, axis))}")')
             headline = f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have"
             raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
 
@@ -460,6 +462,15 @@ def divisibility_error(
             f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}",
         ],
     )
+
+
+def _with_axis(sizes: Mapping[str, int], axis: str) -> dict[str, int]:
+    """The sizes of a mesh of as many devices with one more axis: ``{"data": 16}`` → ``{"data": 8, "model": 2}``. Its size is 1
+    where no size is even; the axis between slices is the first."""
+    largest = max(sizes, key=lambda a: (sizes[a] % 2 == 0, sizes[a]))
+    factor = 2 - sizes[largest] % 2
+    divided, new = {**sizes, largest: sizes[largest] // factor}, {axis: factor}
+    return new | divided if axis == BETWEEN_SLICES else divided | new
 
 
 def _bad_rule(statement: str, why: str, *fixes: str) -> LayoutSyntaxError:

@@ -53,7 +53,7 @@ from .barriers import (
 from .collective_matmul import MODES, activation_axes, find_pairs, with_overlaps
 from .equal_sends import merge_equal_sends
 from .lowering import resolve_lowering
-from .ranked import plan_without_passes, rank
+from .ranked import RANK, plan_without_passes
 from .schedule import schedule
 
 
@@ -98,7 +98,7 @@ def make_plan(program: Program, request: PlanRequest) -> Plan:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
     """
     with without_gc():
-        plan = planned(program, request, rank)
+        plan = planned(program, request, RANK)
     plan = with_notes(with_passes(plan))
     warn(plan)
     return plan

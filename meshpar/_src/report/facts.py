@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..compat.jax import function_name
 from ..cost.caching import cached_on_plan
@@ -21,6 +21,7 @@ from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..dims import format_dims
 from ..hardware.calibration import EFFICIENCIES
+from ..hardware.chips import Chip
 from ..layout import UNSHARDED, Rule, Spec
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
@@ -37,6 +38,8 @@ MIN_PADDING_SHARE = 0.01
 MIN_LARGE_SHARE = 0.05
 """Fraction of the peak memory of the smallest array that is reported by name; :data:`MAX_LARGE` are at most."""
 MAX_LARGE = 3
+MEASURED_GPU_STEPS = (1.14, 1.18)
+"""Smallest and largest ratio of the measured to the planned time of train steps; source: ``benchmarks/results/device.md``."""
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -78,6 +81,21 @@ def time_bounds(time: Time) -> str:
     """The two bounds of a step's estimate, as text."""
     ends = format_seconds(time.overlapped), format_seconds(time.serial)
     return f"{ends[0]} if everything overlaps, {ends[1]} if nothing overlaps"
+
+
+def parts_text(time: Time) -> str:
+    """The parts of a step if nothing overlaps, longest first: ``communication 212 ms, matmuls 80.9 ms, memory traffic 50.8 ms``."""
+    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector}
+    parts |= {"communication": time.communication, "copies to and from the host": time.to_host + time.to_device}
+    return ", ".join(f"{k} {format_seconds(v)}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
+
+
+def accuracy_text(plan: Plan) -> str:
+    """The measured times of GPU steps relative to their plans; "" for other chips, and for calibrated ones."""
+    if plan.chip is None or not plan.chip.switch or plan.chip.calibration:
+        return ""
+    low, high = MEASURED_GPU_STEPS
+    return f"steps that were measured on one H200 took {low} to {high} times as long as planned"
 
 
 def largest_text(plan: Plan) -> str:
@@ -252,6 +270,17 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list[A
 
 
 # -- collectives
+
+
+class Sending(Protocol):
+    """What sends collectives: a plan of a step, a move."""
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]: ...
+    @property
+    def chip(self) -> Chip | None: ...
+    @property
+    def uncounted_loops(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ..program.ir import Op, Program, Value
 from ..units import format_seconds
 from .colours import AxisColours
 from .facts import arrivals_text, grouped
-from .hints import exchange_hints, memory_hints
+from .hints import attention_hint, exchange_hints, memory_hints
 
 MAX_OVERLAP_ROWS = 8
 MIN_REPORTED_SHARE = 0.05
@@ -169,7 +169,8 @@ def _unnamed_places(program: Program, missing: Iterable[tuple[Op, Value, int]]) 
 
 def notes(plan: Plan) -> Section:
     """Dims that could not be sharded, hints, joined names, rules and axes without effect, unnamed dims."""
-    hints = [*memory_hints(plan), *(hint.text(plan) for hint in exchange_hints(plan))]
+    scores = attention_hint(plan)
+    hints = [*memory_hints(plan), *[scores] * bool(scores), *(hint.text(plan) for hint in exchange_hints(plan))]
     lines = [
         *(Line("note", note) for note in plan.notes),
         *(Line("hint", hint, "green") for hint in hints),
