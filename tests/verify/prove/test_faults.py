@@ -47,8 +47,8 @@ CASES = {
     "mlp data": lambda: mlp("batch: data"),
     "mlp tensor": lambda: mlp("batch: data; mlp: model"),
     "mlp fsdp": lambda: mlp("batch: data; embed: data; mlp: model"),
-    "llama fsdp+tensor": lambda: tiny_llama("fsdp+tensor"),
-    "llama sequence": lambda: tiny_llama("fsdp+tensor+sequence"),
+    "llama fsdp+tensor": lambda: tiny_llama("fsdp_tensor"),
+    "llama sequence": lambda: tiny_llama("sequence_parallel"),
 }
 
 
