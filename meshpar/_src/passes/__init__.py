@@ -52,7 +52,7 @@ from .barriers import (
 )
 from .collective_matmul import MODES, activation_axes, find_pairs, with_overlaps
 from .equal_sends import merge_equal_sends
-from .lowering import resolve_lowering
+from .lowering import AUTO, resolve_lowering, shorter_lowering
 from .ranked import plan_without_passes, rank
 from .schedule import schedule
 
@@ -116,7 +116,9 @@ def replan(plan: Plan, request: PlanRequest) -> Plan:
 def with_passes(plan: Plan) -> Plan:
     """A plan of :func:`plan_without_passes` after all passes.
 
-    It resolves the lowering, overlap and compiler options of the plan's request.
+    It resolves the lowering, overlap and compiler options of the plan's request. Where ``"auto"`` leaves the lowering open, it
+    returns the plan with the shorter step of two (:func:`passes.lowering.shorter_lowering`); a requested ring or fused kernel does
+    not leave it open, because only ``"shard_map"`` has them.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
@@ -130,7 +132,14 @@ def with_passes(plan: Plan) -> Plan:
     )  # fmt: skip
     plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason, options=options)
     with without_gc():
-        return _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
+        best = _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
+        if request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):
+            return best
+        jit = _run_passes(replace(plan, lowering="jit", overlap="off"))
+        fuses = "FUSED_EPILOGUE" in plan.compiler.quirks
+        chosen = shorter_lowering(best, jit, replace(jit, body=separate_matmuls(jit)) if fuses else jit)
+        free_caches(jit if chosen is best else best)
+        return chosen
 
 
 def _with_overlaps(plan: Plan) -> Plan:
