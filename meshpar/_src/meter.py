@@ -14,7 +14,9 @@ import jax
 import numpy as np
 
 from ..errors import UnsupportedError
+from .compat.jax import compilations
 from .plan_api import Plan
+from .runs import Goodput
 from .units import format_memory, format_seconds
 
 Writer = Callable[[int, Mapping[str, float]], None]
@@ -25,8 +27,9 @@ class Meter:
     """Measures the steps of a training loop, and writes the measurements together with the step's metrics.
 
     A step runs asynchronously, so the meter waits for the metrics of the step before the last one: the devices stay busy, and the
-    time between two such waits is the time of a step. Steps are numbered from 0. Step 0, which compiles, is not measured.
-    With ``every=10`` the means of steps 1 to 10, 11 to 20, … are written as steps 10, 20, …; :meth:`close` writes the rest.
+    time between two such waits is the time of a step. Steps are numbered from ``first``. The first step of a process, which
+    compiles, is not measured. With ``every=10`` the means of steps 1 to 10, 11 to 20, … are written as steps 10, 20, …;
+    :meth:`close` writes the rest.
 
     Values that it writes:
 
@@ -36,6 +39,8 @@ class Meter:
     - ``bytes_sent``: by each device in a step, as planned;
     - ``peak_memory`` and ``peak_memory_share``: bytes in use at the peak on the first local device, and their fraction of its
       memory, where the backend reports them;
+    - with ``path``, ``goodput``, the productive fraction of the time since the first start of the run, and ``restarts``,
+      ``compile_seconds`` and ``repeated_steps`` (:class:`meshpar.types.Goodput`);
     - every scalar of the metrics.
 
     Example:
@@ -50,7 +55,14 @@ class Meter:
     """
 
     def __init__(
-        self, plan: Plan, *, tokens: float | None = None, every: int = 10, writers: Iterable[Any] | None = None
+        self,
+        plan: Plan,
+        *,
+        tokens: float | None = None,
+        every: int = 10,
+        writers: Iterable[Any] | None = None,
+        first: int = 0,
+        path: str | Path | None = None,
     ):
         """Measure the steps of a plan.
 
@@ -61,16 +73,23 @@ class Meter:
           writers: any of: a text stream (``sys.stdout``), to which one line is written; a ``SummaryWriter`` of TensorBoard; a
             writer of ``clu.metric_writers``; a :class:`MlLog`; a function of (step, values). Default: a line with ``print``. Only
             the first process of a job writes.
+          first: number of the first step of this process: after a restart, the step after the restored checkpoint.
+          path: a file of JSON with :attr:`goodput`, which the next start of the run reads. It is written with the other values.
 
         Raises:
-          UnsupportedError: ``every`` below 1, or a writer of another kind.
+          UnsupportedError: ``every`` below 1, a writer of another kind, or a file at ``path`` of other content.
         """
         if every < 1:
             raise UnsupportedError(f"every={every}: a number of steps is at least 1", fixes=["every=10"])
         self.plan, self.tokens, self.every = plan, tokens, every
         self._all = [_print] if writers is None else list(writers)
         self._writers = [_writer(w) for w in self._all] if jax.process_index() == 0 else []
-        self._steps, self._written, self._pending, self._begin = 0, 0, None, 0.0
+        self._first, self._steps, self._written, self._pending, self._begin = first, first, first, None, 0.0
+        self._path = None if path is None else Path(path)
+        self.goodput = Goodput.start(self._path, first)
+        """What the run did with its time, over all its starts; complete up to the last values that were written."""
+        self._compiled = len(compilations())
+        self._save()
         self._values = _facts(plan)
 
     def step(self, metrics: Any) -> dict[str, float] | None:
@@ -99,15 +118,26 @@ class Meter:
         """
         jax.block_until_ready(metrics)
         now = time.perf_counter()
-        if done == 0:
+        if done == self._first:
             self._begin = now
         if done == self._written or not write:
             return None
-        values = self._measured((now - self._begin) / (done - self._written), metrics)
+        seconds = (now - self._begin) / (done - self._written)
+        self.goodput.add(self._written + (self._written > self._first), done, seconds)
+        self._save()
+        values = self._measured(seconds, metrics)
         self._begin, self._written = now, done
         for writer in self._writers:
             writer(done, values)
         return values
+
+    def _save(self) -> None:
+        """Count the compilations since the last call, and write the record of the run, in the first process."""
+        seconds = compilations()
+        self.goodput.compile_seconds += sum(seconds[self._compiled :])
+        self._compiled = len(seconds)
+        if self._path is not None and jax.process_index() == 0:
+            self.goodput.save(self._path)
 
     def _measured(self, seconds: float, metrics: Any) -> dict[str, float]:
         """The values for a mean time of a step."""
@@ -117,6 +147,10 @@ class Meter:
             values["tokens_per_second_per_device"] = self.tokens / seconds / self.plan.mesh.size
         if self.plan.time is not None:
             values["mfu"] = self.plan.time.model_flops / (seconds * self.plan.time.peak_flops)
+        if self._path is not None:
+            of = self.goodput
+            values |= {"goodput": of.fraction, "restarts": of.starts - 1, "compile_seconds": of.compile_seconds}
+            values["repeated_steps"] = of.repeated_steps
         stats = jax.local_devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in stats:
             values["peak_memory"] = float(stats["peak_bytes_in_use"])

@@ -53,7 +53,7 @@ from .barriers import (
 from .collective_matmul import MODES, activation_axes, find_pairs, with_overlaps
 from .equal_sends import merge_equal_sends
 from .lowering import AUTO, resolve_lowering, shorter_lowering
-from .ranked import plan_without_passes, rank
+from .ranked import RANK, plan_without_passes
 from .schedule import schedule
 
 
@@ -98,7 +98,7 @@ def make_plan(program: Program, request: PlanRequest) -> Plan:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
     """
     with without_gc():
-        plan = planned(program, request, rank)
+        plan = planned(program, request, RANK)
     plan = with_notes(with_passes(plan))
     warn(plan)
     return plan
@@ -133,12 +133,15 @@ def with_passes(plan: Plan) -> Plan:
     plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason, options=options)
     with without_gc():
         best = _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
-        if request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):
+        if plan.chip is None or request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):
             return best
-        jit = _run_passes(replace(plan, lowering="jit", overlap="off"))
-        fuses = "FUSED_EPILOGUE" in plan.compiler.quirks
-        chosen = shorter_lowering(best, jit, replace(jit, body=separate_matmuls(jit)) if fuses else jit)
+        jit = separated = _run_passes(replace(plan, lowering="jit", overlap="off"))
+        if "FUSED_EPILOGUE" in plan.compiler.quirks:
+            separated = replace(jit, body=separate_matmuls(jit))
+        chosen = shorter_lowering(best, jit, separated)
         free_caches(jit if chosen is best else best)
+        if separated is not jit:
+            free_caches(separated)
         return chosen
 
 

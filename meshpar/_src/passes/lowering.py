@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from ..cost.caching import with_shared_results
-from ..cost.time import time_of
 from ..plan.plan import Plan
 from ..plan.steps import Run
 from ..rules import refusal
 from ..units import format_seconds
-from .ranked import rank
+from .ranked import cost, exceeds
 
 AUTO = "auto"
 MIN_GAIN = 0.005
@@ -57,9 +56,9 @@ def shorter_lowering(plan: Plan, jit: Plan, separated: Plan) -> Plan:
       separated: the one under ``"jit"`` with the barriers of :func:`passes.barriers.separate_matmuls`. Without them XLA's kernels
         take no less (:data:`compat.quirks.FUSED_EPILOGUE`), which no estimate has, so that these seconds are compared.
     """
-    ours, xla = time_of(plan), time_of(separated)
-    if ours is None or xla is None or xla.seconds >= (1 - MIN_GAIN) * ours.seconds or rank(jit) > rank(plan):
+    ours, xla = cost(plan), cost(separated)
+    if plan.chip is None or xla >= (1 - MIN_GAIN) * ours or (exceeds(jit) and not exceeds(plan)):
         return plan
-    seconds = rank(jit)[1], ours.seconds
-    reason = "planned {}; shard_map {}".format(*map(format_seconds, seconds))
-    return with_shared_results(jit, lowering_reason=reason)
+    return with_shared_results(
+        jit, lowering_reason=f"planned {format_seconds(cost(jit))}; shard_map {format_seconds(ours)}"
+    )
