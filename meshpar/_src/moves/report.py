@@ -84,7 +84,11 @@ def move_renderable(move: Move) -> Any:
     colours = _colours(move)
     head = hanging([(Text(name, "bold"), colours.layout(text)) for name, text in _lines(move)])
     return Group(
-        head, Text(), collectives_block(move, colours, "for the move"), Text(), _arrays(move, colours).terminal()
+        head,
+        Text(),
+        collectives_block(move, colours, "for the move", "move"),
+        Text(),
+        _arrays(move, colours).terminal(),
     )
 
 
