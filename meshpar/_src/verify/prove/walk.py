@@ -28,6 +28,11 @@ KERNEL = "kernel of "
 """Prefix of the name of a call that is the local form of a kernel."""
 
 
+def as_sum(r: Any) -> Any:
+    """The relation, of kind ``one`` as the sum that it is."""
+    return replace(r, kind="sum") if isinstance(r, Rel) and r.kind == "one" else r
+
+
 class Walk:
     """Walks jaxprs and keeps the relation of each value.
 
@@ -71,7 +76,7 @@ class Walk:
         body = next((eqn.params[k] for k in CALLS if k in eqn.params), None)
         try:
             if special is not None:
-                return special(eqn, list(rels))
+                return special(eqn, list(map(as_sum, rels)))
             if name in SAME:
                 self.count(eqn, "elementwise")
                 return list(rels)
@@ -91,7 +96,8 @@ class Walk:
                 self.unreached += self.counting and not self.ctx.written
                 return [unknown] * len(eqn.outvars)
             require(name in LEMMAS, "no lemma")
-            out = LEMMAS[name](self.ctx, eqn, [r for r in rels if isinstance(r, Rel)])
+            known = [r if name == "bitcast_convert_type" else as_sum(r) for r in rels if isinstance(r, Rel)]
+            out = LEMMAS[name](self.ctx, eqn, known)
             for r, var in zip(out, eqn.outvars, strict=True):
                 assert r.shape == tuple(var.aval.shape), (name, r, var.aval)
                 if self.ctx.written:
