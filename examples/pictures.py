@@ -79,7 +79,7 @@ PICTURES = {
     "layer-dark.png": replace(LAYER, dark=True),
     "lab.png": Picture(
         (
-            *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "fsdp+tensor+sequence",
+            *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "sequence_parallel",
         ),
         (1400, 1000),
         lab=True,

@@ -12,6 +12,7 @@ from ._src.lab import Lab
 from ._src.layers.loss_scale import NoiseScale
 from ._src.layout import Rule
 from ._src.measurement import CalibrationResult, CalibrationRow
+from ._src.moves.move import Move
 from ._src.plan.collectives import Collective
 from ._src.program.kernels import KernelSend, KernelWork
 from ._src.quantization import Quantized
@@ -38,6 +39,7 @@ __all__ = [
     "Lab",
     "LocalSgd",
     "Measured",
+    "Move",
     "NoiseScale",
     "PlanDiff",
     "PlanProfile",

@@ -151,6 +151,13 @@ def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
     assert "a step takes" in out
 
 
+@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", "slice=2, data=8"), ("zero1", "data=16")])
+def test_the_default_mesh_of_two_nodes_has_the_axes_of_the_layout(run, layout, mesh):
+    status, out, err = run(f"plan small --topology '2x h100:8' --layout {layout}")
+    assert (status, f"mesh     {mesh} (default: " in err) == (0, True)
+    assert f"layout    {mp.Layout(layout)}" in out
+
+
 def test_a_model_of_70_billion_weights_by_its_defaults_alone(capsys):
     llama = Path(__file__).parent.parent / "examples" / "llama.py"
     assert main(["plan", f"{llama}:llama3_70b", "--topology", "v5p:8x8x8"]) == 0
@@ -600,14 +607,14 @@ STEP = [
 LOWERING = ("--lowering jit", "lowering", "jit")
 MEASURED = ("--calibration here.json", "calibration", "here.json")
 READ = ("--calibration CALIBRATION", "calibration", "CALIBRATION")
-LAYOUTS = ("--layout 'embed: data' --layout dp", "layouts", ["embed: data", "batch: data"])
+LAYOUTS = ("--layout 'embed: data' --layout dp", "layout", ["embed: data", "batch: data"])
 SEVERAL = [
     ("--mesh data=4 --mesh data=8", "mesh", ["data=4", "data=8"]),
     LAYOUTS,
     ("--tolerance 0.5", "tolerance", 0.5),
 ]
 SEARCH = [
-    LAYOUTS,
+    (LAYOUTS[0], "layouts", LAYOUTS[2]),
     ("--fixed 'batch: data'", "fixed", "batch: data"),
     ("--forbid mlp", "forbid", "mlp"),
     ("--objective memory", "objective", "memory"),

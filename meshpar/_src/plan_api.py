@@ -163,7 +163,7 @@ class Plan(record.Plan, report.Document):
 
     def to_json(self) -> str:
         """The plan as JSON: mesh, chip, calibration, layout, lowering, inputs, outputs, constants, collectives, arrivals,
-        transfers, memory, time, decoding, options, joins, notes, unnamed dims."""
+        transfers, paths of donated arguments, memory, time, decoding, options, joins, notes, unnamed dims."""
         return report.plan_json(self)
 
     def show(self, pattern: str = "*") -> None:

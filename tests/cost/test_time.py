@@ -1,4 +1,4 @@
-"""Time of a plan: FLOPs and bytes by hand, bounds, what counts as the model's, the bottleneck in words, and the report."""
+"""Time of a plan: FLOPs and bytes by hand, bounds, what counts as the model's, and the report."""
 
 import dataclasses
 import gc
@@ -252,22 +252,6 @@ def test_weights_hide_behind_the_kernels_of_their_loop_where_programs_go_on(topo
     assert fsdp.seconds == pytest.approx(roofline + on_top, rel=0.06)
 
 
-def test_the_bottleneck_names_the_largest_collective_and_its_cause():
-    made = plan(step, PARAMS, array(TOKENS, EMBED), layout="mlp: model", dims=DIMS, mesh="model=16")
-    text = made.time.bottleneck
-    assert text.startswith("communication: ")
-    assert "is all-reduce over model: each device has only a part of the sum (`mlp: model` splits `mlp`)" in text
-
-
-def test_the_bottleneck_names_the_largest_product_or_the_largest_reader():
-    text = plan(lambda a, b: a @ b, array(4096, 4096), array(4096, 4096)).time.bottleneck
-    assert text.startswith("compute: ")
-    assert all(part in text for part in ("vector units", "dot_general", "test_time.py"))
-    text = plan(lambda a: (a + 1) * 2, array(4096, 4096)).time.bottleneck
-    assert text.startswith("memory traffic: ")
-    assert f"{2 * BF16 * 4096**2 / 1e6:.3g} MB, by mul" in text
-
-
 def test_a_plan_that_is_gone_leaves_none_of_its_kernels_behind():
     """Else they would be looked through at every later collection; a search makes hundreds of plans."""
     made = plan_step(layout=FSDP, donate_argnums=0)
@@ -284,7 +268,12 @@ def test_the_report_is_one_screen():
     lines = text.splitlines()
     assert len(lines) <= 50
     assert max(map(len, lines)) <= 120
-    for part in ("of the 15.75 GiB of a v5e at the peak, at ", "a step takes about ", "% of the peak FLOP/s"):
+    for part in (
+        "of the 15.75 GiB of a v5e at the peak, at ",
+        "a step takes about ",
+        "% of the peak FLOP/s",
+        "slowest kernel: ",
+    ):
         assert part in text
     assert "reduce-scatters are synchronous on v5e: " in text
     assert any(line.startswith("all-gather") and (" µs " in line or " ms " in line) for line in lines)

@@ -815,8 +815,13 @@ def in_recomputation(eqn: JaxprEqn) -> bool:
 
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation, also those that it does not run, such as derivatives."""
-    values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
-    return [closed_parts(x)[0] for x in values if isinstance(x, _JAXPRS)]
+    found: list[Jaxpr] = []
+    for value in eqn.params.values():  # of every equation of a program, several times: without generators
+        if isinstance(value, _JAXPRS):
+            found.append(closed_parts(value)[0])
+        elif isinstance(value, tuple | list):
+            found += [closed_parts(x)[0] for x in value if isinstance(x, _JAXPRS)]
+    return found
 
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)

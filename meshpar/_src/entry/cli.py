@@ -35,8 +35,8 @@ from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, Targ
 from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
-from ..hardware.topology import device_count
-from ..layout import characteristic_dims, scheme_text, similar_schemes
+from ..hardware.topology import parse_topology
+from ..layout import BETWEEN_SLICES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
@@ -51,6 +51,7 @@ from ..runs import RunOptions
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
+from . import starting
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
 from .infer_dims import named_program
@@ -70,7 +71,7 @@ names in the arguments, names are inferred: `meshpar names` shows them.
   meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
   meshpar lab     examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8
-  meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
+  meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp_tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar calibrate examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
   meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
@@ -90,6 +91,7 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    starting.clear()
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
@@ -527,8 +529,8 @@ def _lab(args: argparse.Namespace) -> int:
     """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
     given = parse_options(args.set)
     target = _loaded(args, given)
-    mesh = _mesh(args, args.mesh, args.topology)
-    layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
+    layout = None if args.layout is None else _layout(args, target, args.layout)
+    mesh = _mesh(args, args.mesh, args.topology, layout)
 
     def lab(target: Target, layout: str | None) -> mp.types.Lab:
         """The lab of a target under ``layout``."""
@@ -597,8 +599,7 @@ def _search(args: argparse.Namespace) -> int:
             "no machine is given: a search needs a chip, for its memory and for times",
             fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
         )
-    mesh = args.mesh or f"data={device_count(args.topology)}"
-    layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
+    layouts = [_layout(args, target, text) for text in args.layout]
     steps = {name: each.step for name, each in targets.items()}
     with _terminated_as_interrupted():
         found = _call(
@@ -611,14 +612,15 @@ def _search(args: argparse.Namespace) -> int:
             choices={"overlap": modes} if modes else None,
             **given_flags(args, SearchOptions),
         )
+    best = found.best
+    how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
+    varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
+    overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
+    args.set += [f"{name}={value}" for name, value in varied.items()]
+    found.name, found.command = target.name.rpartition(":")[2], _command_line(args, "plan", **how, **overlap)
     _show(args, found)
     if not args.json and found.fits:
-        best = found.best
-        how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
-        varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
-        overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
-        args.set += [f"{name}={value}" for name, value in varied.items()]
-        _show_next(_command_line(args, "plan", **how, **overlap))
+        _show_next(found.command)
     return 0 if found.fits else 1
 
 
@@ -646,9 +648,11 @@ def _calibrate(args: argparse.Namespace) -> int:
     mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
-    layouts = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
+    layouts = [_layout(args, target, text) for text in args.layout or own] or [
+        _default_layout(args, target, mesh, None)
+    ]
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
-    found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
+    found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
     if args.result:
         found.calibration.save(args.result)
     _show(args, found)
@@ -661,10 +665,11 @@ def _check(args: argparse.Namespace) -> int:
     target = _concrete_target(args)
     default = f"data={args.devices}"
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
-    layouts = [_layout(args, target, text, (meshes or [default])[0], None) for text in args.layout or [None]]
+    layouts = [_layout(args, target, text) for text in args.layout or ()]
+    layouts = layouts or [_default_layout(args, target, (meshes or [default])[0], None)]
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
-    report = _call(args, mp.check, target, layouts=layouts, mesh=meshes, lowerings=lowerings, **how)
+    report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:
@@ -758,8 +763,9 @@ def _planned(
     args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
 ) -> Plan:
     """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
-    mesh = _mesh(args, mesh, topology)
-    layout = _layout(args, target, layout, mesh, topology)
+    layout = None if layout is None else _layout(args, target, layout)
+    mesh = _mesh(args, mesh, topology, layout)
+    layout = _default_layout(args, target, mesh, topology) if layout is None else layout
     plan = _traced(args, target, mesh, topology, layout)
     return with_shared_results(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
 
@@ -770,44 +776,60 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
         return _call(args, plan_of, target, mesh=mesh, topology=topology, layout=layout)
 
 
-def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology."""
+def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` for a layout with
+    the axis between slices."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
-        mesh = f"data={device_count(topology)}"
-        _say(args, f"mesh     {mesh} (default: one axis over all of {topology})")
+        where = parse_topology(topology)
+        mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
+        if where.slices > 1 and any(BETWEEN_SLICES in rule.axes for rule in mp.Layout(layout or "").rules):
+            each = where.devices // where.slices
+            mesh, what = (
+                f"{BETWEEN_SLICES}={where.slices}, data={each}",
+                f"the slices of {topology}, and one axis in each",
+            )
+        _say(args, f"mesh     {mesh} (default: {what})")
     return mesh
 
 
-def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: str, topology: str | None) -> str:
+def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
     """The text of a layout's rules.
 
     ``text`` with a ``:`` is returned unchanged. Otherwise it is a name: of ``LAYOUTS`` in the target's module, or of a scheme of
-    :mod:`meshpar.layouts`. None is FSDP, with the rules whose dims and axes exist.
+    :mod:`meshpar.layouts`.
 
     Raises:
       TargetError: there is no such name.
     """
-    if text is not None:
-        if ":" in text or not text.strip():
-            return text
-        if "=" in text:
-            return str(mp.Layout(text))  # an error that says how rules are written
-        if text in target.layouts:
-            return target.layouts[text]
-        rules = scheme_text(text)
-        if rules is not None:
-            _say(args, f"layout   {mp.Layout(rules)} ({text})")
-            return str(mp.Layout(rules))
-        known = ", ".join(target.layouts) or "none"
-        raise TargetError(
-            f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
-            fixes=[
-                *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
-                f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
-            ],
-        )
+    if ":" in text or not text.strip():
+        return text
+    if "=" in text:
+        return str(mp.Layout(text))  # an error that says how rules are written
+    for name in (text, scheme_name(text)):
+        if name in target.layouts:
+            return target.layouts[name]
+    rules = scheme_text(text)
+    if rules is not None:
+        _say(args, f"layout   {mp.Layout(rules)} ({text})")
+        return str(mp.Layout(rules))
+    known = ", ".join(target.layouts) or "none"
+    raise TargetError(
+        f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
+        fixes=[
+            *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
+            f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
+        ],
+    )
+
+
+def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topology: str | None) -> str:
+    """The text of FSDP over the first axis of the mesh, with the rules whose dims exist.
+
+    Raises:
+      TargetError: the target has neither dim.
+    """
     bare = _traced(args, target, mesh, topology, "")
     axis = next(iter(bare.sizes))
     names = bare.program.all_names()

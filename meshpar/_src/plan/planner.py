@@ -25,7 +25,7 @@ from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, decide, is_reduced_after
 from .emit import Emitter
 from .memo import Interned, KeyMaker, MeshCache, PlanCache
-from .partial import deferrable, readers_of, reduce_in_values
+from .partial import deferrable, narrowed, narrows, readers_of, reduce_in_values
 from .plan import Plan, ShardedArray
 from .request import PlanRequest
 from .spec import replicated_spec, shard_count
@@ -276,11 +276,12 @@ class _Planner:
             if v is not None and current[v].partial:
                 return None
             operands.append(v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)))
-        stored = tuple(map(assignment.value_spec, op.outs))
+        among = self.program.cached(narrowed)
+        stored = tuple((assignment.value_spec(v), v in among) for v in op.outs)
         if rule is None:
             if op.primitive.family in ("identity", "barrier") or all(x is None or x[1] for x in operands):
                 return None
-            shapes = tuple(None if v is None else v.shape for v in op.ins)
+            shapes = tuple(operands) if narrows(op) else tuple(None if v is None else v.shape for v in op.ins)
             return assignment.elementwise_spec(op, op.outs[0]), op.outs[0].shape, shapes, stored
         if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects or self.layout.resolve == "cost":
             return None

@@ -16,7 +16,7 @@ from ..units import format_seconds
 from .colours import ROLE_CLASSES, AxisColours
 from .facts import argument_dims, location_of_op, title
 from .tables import html_picture
-from .timeline import COMPUTE, LOOP, kernel_phases, timeline
+from .timeline import COMPUTE, LOOP, kernel_phases, step_bounds, timeline
 
 
 def shards_place(plan: Plan, colours: AxisColours, h: ShardedArray | None = None) -> str:
@@ -51,8 +51,9 @@ def plan_json(plan: Plan) -> str:
                 "estimate": plan.lowering == "jit",
             },
             **{name: [record.to_dict() for record in getattr(plan, name)] for name in records},
+            "donated": [plan.inputs[i].path for i in sorted(plan.donated)],
             "memory": memory_of(plan).to_dict(),
-            "time": None if time is None else time.to_dict(),
+            "time": None if time is None else {**time.to_dict(), "bounds": dict(step_bounds(plan))},
             "decoding": None if decoding is None else decoding.to_dict(),
             "overlap": [o.to_dict() for o in plan.overlaps],
             "options": plan.options.to_dict(),

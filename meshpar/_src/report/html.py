@@ -23,7 +23,7 @@ from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
 from .tables import GROUP, Cell, Table, code, html_picture, key, number
-from .timeline import step_bounds, step_shares
+from .timeline import slowest_kernel, step_bounds, step_shares
 from .torus import TORUS, torus_picture
 
 MAX_OPEN_COLLECTIVES = 12
@@ -165,7 +165,12 @@ def cards(plan: Plan) -> str:
     if copies := facts.host_copies(plan):
         shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", escape(copies)))
     if time is not None:
-        below = (facts.time_bounds(time), facts.blocking_collectives(plan), facts.calibration_text(plan))
+        below = (
+            facts.time_bounds(time),
+            facts.blocking_collectives(plan),
+            facts.calibration_text(plan),
+            facts.accuracy_text(plan),
+        )
         about = escape("; ".join(filter(None, below)))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
         bound = f"bound by {escape(step_bounds(plan)[0][0])}" if time.seconds else ""
@@ -210,7 +215,8 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
-    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds)
+    slowest = f'<p class="dim">Slowest kernel: {escape(slowest_kernel(plan))}.</p>'
+    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds) + slowest
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
@@ -310,7 +316,7 @@ def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = Non
 
 
 def collectives_table(
-    plan: Plan, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
+    plan: facts.Sending, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
 ) -> str:
     """Some collectives, in the order of :func:`collective_groups`; those that are alike in everything shown are one row.
 

@@ -24,7 +24,7 @@ from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
-from .timeline import step_shares
+from .timeline import slowest_kernel, step_shares
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
@@ -63,7 +63,7 @@ def plan_renderable(plan: Plan) -> Any:
         head.insert(0, Text(line, "bold red"))
     blocks: list[list[Any]] = [
         [*head, _summary(plan, colours)],
-        [_collectives(plan, colours)],
+        [collectives_block(plan, colours)],
         pipeline_section(plan),
         _costs(plan),
         [_arguments(plan, colours)],
@@ -151,7 +151,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
     rows: list[list[Cell]] = []
     attributes = []
     for label, every, groups in facts.argument_groups(plan, lambda h: (tuple(facts.argument_dims(h)), h.on_host)):
-        most = MAX_ARGUMENT_ROWS if label == "parameters" else MAX_ARGUMENT_ROWS // 2
+        most = MAX_ARGUMENT_ROWS if every.members[0].kind == "params" else MAX_ARGUMENT_ROWS // 2
         shown, others = groups[:most], [h for group in groups[most:] for h in group.members]
         rows.append([Cell(label), *every.cells()])
         for group in shown:
@@ -166,7 +166,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
 
 
 def _costs(plan: Plan) -> list[Text]:
-    """Peak memory by kind; the estimated time, its bounds, and the bottleneck."""
+    """Peak memory by kind; the estimated time, its bounds, its parts, and the slowest kernel."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
@@ -186,9 +186,11 @@ def _costs(plan: Plan) -> list[Text]:
         on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
         out.append(Text.assemble((takes, "bold"), on))
         details = (
-            f"alone, the largest part is {time.bottleneck}",
+            f"if nothing overlaps: {facts.parts_text(time)}",
+            f"slowest kernel: {slowest_kernel(plan)}",
             facts.blocking_collectives(plan),
             facts.calibration_text(plan),
+            facts.accuracy_text(plan),
         )
         out += [Text(f"    {line}", style="dim") for line in details if line]
     if decoding := decoding_of(plan):
@@ -204,8 +206,12 @@ def memory_bar(peak: float, capacity: float) -> Text:
     return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
 
 
-def _collectives(plan: Plan, colours: AxisColours) -> Any:
-    """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below."""
+def collectives_block(plan: facts.Sending, colours: AxisColours, when: str = "a step") -> Any:
+    """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below.
+
+    Args:
+      when: follows what a device sends.
+    """
     groups = facts.collective_groups(plan.collectives)
     if not groups:
         return Text("each device sends nothing", style="bold")
@@ -223,7 +229,7 @@ def _collectives(plan: Plan, colours: AxisColours) -> Any:
     widths = [max(len(row[i]) for row in table) for i in range(6)]
     took = f", in {format_seconds(every.seconds)}" if timed else ""
     at_least = "at least " * bool(plan.uncounted_loops)
-    lines: list[Any] = [Text(f"each device sends {at_least}{format_bytes(every.bytes)} a step{took}", style="bold")]
+    lines: list[Any] = [Text(f"each device sends {at_least}{format_bytes(every.bytes)} {when}{took}", style="bold")]
     for i, (op, axes, *numbers, dims) in enumerate(table):
         cells = "".join(f"  {text:>{n}}" for text, n in zip(numbers[: 3 + timed], widths[2:], strict=False))
         group = shown[i - 1] if 1 <= i <= len(shown) else None

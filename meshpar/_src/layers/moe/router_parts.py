@@ -149,11 +149,10 @@ def finish(
     load = functools.reduce(jnp.add, [h.astype(jnp.int32) for h in one_hots(expert, experts)])
     load = load.sum(tuple(range(load.ndim - 1)), dtype=jnp.int32)
     kept = expert < experts
+    in_groups(expert.shape[:-1], groups)  # raises before a division
     if capacity is not None:
         most = capacity_of(math.prod(expert.shape[:-1]) // groups, experts, k, capacity)
         kept &= places(expert, experts, groups, first_choices_first=first_choices_first) < most
-    else:
-        in_groups(expert.shape[:-1], groups)
     wanted = real.sum(dtype=jnp.int32) * k
     return Routing(
         expert=jnp.where(kept, expert, experts),

@@ -70,10 +70,10 @@ def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array,
     return jnp.where((real & fine)[..., None], logits, 0.0), real, real & fine
 
 
-def _check_k(k: int, experts: int) -> None:
-    """Raise a MeshparError unless a token can have k different experts."""
+def _check_k(k: int, experts: int, name: str = "k", of: str = "experts") -> None:
+    """Raise a MeshparError unless a token can have k different experts (or ``of``); ``name``: of the argument."""
     if not 1 <= k <= experts:
-        raise refused(f"k={k} is not within 1…{experts}, the number of experts", f"k from 1 to {experts}")
+        raise refused(f"{name}={k} is not within 1…{experts}, the number of {of}", f"{name} from 1 to {experts}")
 
 
 def _check_own_k(router: str, own: str, fits: bool, k: int) -> None:
@@ -307,6 +307,8 @@ def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) ->
     Args:
       k: multiplies the capacity, as in the other routers.
     """
+    if capacity is None:
+        raise refused('router="expert_choice" takes a capacity: each expert selects so many tokens', "capacity=2.0")
     logits, real, which = _read(logits, 1, mask)
     experts, shape = logits.shape[-1], in_groups(which.shape, groups)
     most = capacity_of(which.size // groups, experts, k, capacity)
@@ -381,7 +383,7 @@ def deepseek_v3(
     logits, real, which = _read(logits, k, mask)
     experts = logits.shape[-1]
     top_groups = expert_groups if top_groups is None else top_groups
-    if experts % expert_groups or not 1 <= top_groups <= expert_groups:
+    if expert_groups < 1 or experts % expert_groups or not 1 <= top_groups <= expert_groups:
         raise refused(
             f'router="deepseek_v3": {top_groups} of {expert_groups} groups of {experts} experts',
             "expert_groups divides the number of experts, and top_groups is at most expert_groups",
@@ -468,6 +470,7 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
     Args:
       outer: float [*tokens, O], logits of the groups.
       inner: float [*tokens, O, I], logits of the experts in each. Expert (o, i) is number o·I + i of E = O·I.
+        A group whose experts are all -inf is excluded.
       k: experts per token in total, a multiple of ``outer_k``: k / outer_k in each of its groups.
       outer_k: groups per token. A weight is the product of two softmaxes, each over the selected entries.
     """
@@ -484,11 +487,16 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
             "logits of the groups and, with one more dim, of the experts of each",
         )
     many, each = inner.shape[-2:]
+    _check_k(outer_k, many, "outer_k", "groups")
     flat = inner.reshape(*outer.shape[:-1], many * each)
     joined, real, which = _read(jnp.concatenate([outer, flat], -1), 1, mask)
     outer, inner = joined[..., :many], joined[..., many:].reshape(inner.shape)
-    group = _best(_read(outer, outer_k, None)[0], outer_k, which)
-    wide = jnp.broadcast_to(which[..., None], inner.shape[:-1])
+    usable = (outer > -jnp.inf) & (inner > -jnp.inf).any(-1)  # the others are excluded with all of their experts
+    which &= usable.any(-1)
+    wide = which[..., None] & usable
+    outer = jnp.where(wide, outer, jnp.where(which[..., None], -jnp.inf, 0.0))
+    inner = jnp.where(wide[..., None], inner, 0.0)
+    group = _best(outer, outer_k, which)
     best = _best(inner, k // outer_k, wide)
     p_group = _normalised(pick(jax.nn.softmax(outer, -1), one_hots(group, many)))
     p_inner = jax.nn.softmax(inner, -1)
