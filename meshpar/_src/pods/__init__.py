@@ -16,5 +16,6 @@
     foreign     safetensors
     names       state trees as name → array
     digest      digests that do not depend on sharding
+    audit       copies of replicated arrays, compared during a run
     lock        the lock of a folder of checkpoints
 """
