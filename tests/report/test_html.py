@@ -137,6 +137,14 @@ def test_a_note_of_several_lines_is_a_nested_list():
     assert f"of {plan.program.coverage()[1]} named" in notes
 
 
+@pytest.mark.parametrize(("layout", "by_cost"), [("batch: data", False), ([("batch", "data")], True)])
+def test_a_page_says_how_rules_are_resolved(layout, by_cost):
+    text = plan_page(mp.plan(jnp.tanh, ARGS[2], mesh="data=4", layout=layout, dims={"*": "batch _"}))
+    assert ("batch: data (by cost)" in text) == by_cost
+    assert ("to the one with which the op sends the fewest bytes" in text) == by_cost
+    assert "{}" not in text.split('<section id="rules">')[1].split("</section>")[0]
+
+
 def test_names_are_escaped():
     args = ({"<b>": ARGS[0]},)
     plan = mp.plan(lambda w: w["<b>"] * 2, *args, mesh="data=4", layout="embed: data", dims={"*": "layers embed mlp"})

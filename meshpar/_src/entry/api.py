@@ -185,7 +185,9 @@ def init(
     Args:
       create: returns the state (``create(rng)``): trees of arrays, linen variables with metadata, nnx modules and optimizers.
       mesh, layout, and the other options: as in :func:`meshpar.jit`; rules for dims that the state does not have are ignored.
-      dims: patterns over the tree paths of what ``create`` returns.
+      dims: patterns over the tree paths of what ``create`` returns. No names are inferred, as ``create`` does not use what it
+        makes: without names or Flax metadata the state is replicated, with a ReplicatedWarning. :func:`infer_dims` of the
+        step returns them.
 
     Returns:
       A function with the arguments of ``create``, whose results are sharded as the layout says.

@@ -33,9 +33,10 @@ NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. A collective over several axes has the colour of the first."
 PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
 RULES = (
-    "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
+    "Rules in order: an axis goes to the first rule whose dim is present{}. Point at a rule to highlight the arguments that "
     "it shards."
 )
+BY_COST = "; among the dims of an op, to the one with which the op sends the fewest bytes"
 COLLECTIVES = "By the rule that causes them. Bytes are sent by each device. Click a heading to sort."
 TIMELINE = (
     "Kernels wait for exposed communication; hidden communication (paler) overlaps with them. A loop with narrow iterations is one "
@@ -76,7 +77,7 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Pipeline", pipelines_html(plan), PIPELINE),
         ("Memory per device", memory_curve(plan), MEMORY),
         ("Roofline", roofline_picture(plan), ROOFLINE),
-        ("Rules", rules_table(plan, colours), RULES),
+        ("Rules", rules_table(plan, colours), RULES.format(BY_COST * bool(plan.layout.by_cost))),
         ("Layer", layer_picture(plan, colours), LAYER),
         ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
