@@ -258,6 +258,27 @@ def test_diff(run, tmp_path):
     assert (json.loads(out)["a"]["mesh"], json.loads(out)["b"]["mesh"]) == ({"data": 4}, {"data": 8})
 
 
+def test_run_plan(run, tmp_path):
+    (tmp_path / "prices.toml").write_text("v5e = 1.5")
+    page, prices = str(tmp_path / "run.html"), str(tmp_path / "prices.toml")
+    where = "run-plan small --layout dp --step-tokens 1e3 --topologies 'v5e:2x2, 2x v5e:2x2'"
+    status, out, _ = run(f"{where} --tokens 1e9 --mtbf 40000h --json --price", prices, "--html", page)
+    assert status == 0
+    found = json.loads(out)
+    assert [(r["topology"], r["mesh"], r["chips"]) for r in found["rows"]] == [
+        ("v5e:2x2", "data=4", 4),
+        ("2x v5e:2x2", "data=8", 8),
+    ]
+    assert found["options"]["mtbf"] == 40000 * 3600
+    assert found["rows"][0]["job"]["steps"] == 10**6
+    assert found["rows"][0]["cost"]["median"] == pytest.approx(found["rows"][0]["days"]["median"] * 24 * 4 * 1.5)
+    assert 'data-draw="drawRuns"' in (tmp_path / "run.html").read_text("utf8")
+    status, _, err = run(f"{where} --tokens 1e9 --mtbf soon")
+    assert (status, "'soon' is no duration" in err) == (2, True)
+    status, _, err = run("run-plan small --layout dp --tokens 1e9 --topologies v5e:2x2")
+    assert (status, "--step-tokens" in err) == (2, True)
+
+
 def test_names_of_a_target_without_dims(run, tmp_path):
     status, out, _ = run("names without_dims --write", str(tmp_path / "names.json"))
     assert status == 0
@@ -596,14 +617,14 @@ STEP = [
 LOWERING = ("--lowering jit", "lowering", "jit")
 MEASURED = ("--calibration here.json", "calibration", "here.json")
 READ = ("--calibration CALIBRATION", "calibration", "CALIBRATION")
-LAYOUTS = ("--layout 'embed: data' --layout dp", "layouts", ["embed: data", "batch: data"])
+LAYOUTS = ("--layout 'embed: data' --layout dp", "layout", ["embed: data", "batch: data"])
 SEVERAL = [
     ("--mesh data=4 --mesh data=8", "mesh", ["data=4", "data=8"]),
     LAYOUTS,
     ("--tolerance 0.5", "tolerance", 0.5),
 ]
 SEARCH = [
-    LAYOUTS,
+    (LAYOUTS[0], "layouts", LAYOUTS[2]),
     ("--fixed 'batch: data'", "fixed", "batch: data"),
     ("--forbid mlp", "forbid", "mlp"),
     ("--objective memory", "objective", "memory"),

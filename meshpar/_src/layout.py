@@ -115,8 +115,9 @@ class Layout:
         with the same left sides, another layout, or the name of a scheme of :mod:`meshpar.layouts`, ``"fsdp"``. A list or
         mapping may have rules for dims that a program does not
         have, unless one is spelt nearly as a dim that is there.
-      resolve: ``"order"``: the order of the rules decides; ``"cost"``: each op picks the claims that move the
-        fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs, whose order means less.
+      resolve: ``"order"``: the order of the rules decides; ``"cost"``: where several dims of an op have rules for one axis, the
+        op picks the dim with which it moves the fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs:
+        Flax reads its order for arrays only, and leaves ops to XLA.
       optional: dims that a function need not have, ``"batch seq"``, or True: any of them. So one layout serves several
         functions: a train step, and an update without a batch. A rule whose missing dim is spelled almost like
         an existing one is still an error.
@@ -256,6 +257,11 @@ class Layout:
         vars(out).update(changes, given="")
         out._set(tuple(rules))
         return out
+
+    @property
+    def by_cost(self) -> str:
+        """In reports, after the rules: `` (by cost)`` if ops resolve them by cost; empty if their order decides."""
+        return " (by cost)" if self.resolve == "cost" else ""
 
     def with_first(self, rules: Sequence[Rule]) -> Layout:
         """This layout with some rules before its own."""

@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``manifest``,
+"""The command line: ``meshpar plan|run-plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``manifest``,
 ``checkpoint``, ``tune-kernels``, ``doctor``."""
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ from ..report.document import shown_text
 from ..report.facts import fits
 from ..report.names import names_table
 from ..report.tables import hanging
+from ..runs import RunOptions
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
+from . import starting
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
 from .infer_dims import named_program
@@ -88,6 +90,7 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    starting.clear()
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
@@ -134,7 +137,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> N
 
 
 GROUPS = {
-    "Inspect layouts": ("plan", "diff", "search", "lab", "names"),
+    "Inspect layouts": ("plan", "run-plan", "diff", "search", "lab", "names"),
     "Verify": ("check", "compile"),
     "Measure on devices": ("calibrate", "tune-kernels"),
     "Run": ("launch", "manifest", "checkpoint"),
@@ -185,10 +188,10 @@ COMMANDS: dict[str, Command] = {}
 
 
 def _command(add_arguments: Callable[[Add], None], about: str, accelerator: bool = False) -> Callable[[Run], Run]:
-    """Decorates the function of a command of a target, which has its name after an underscore; see :class:`Command`."""
+    """Decorates the function of a command of a target: ``_run_plan`` is ``run-plan``; see :class:`Command`."""
 
     def register(run: Run) -> Run:
-        COMMANDS[run.__name__[1:]] = Command(run, add_arguments, about, accelerator)
+        COMMANDS[run.__name__[1:].replace("_", "-")] = Command(run, add_arguments, about, accelerator)
         return run
 
     return register
@@ -216,7 +219,9 @@ def _grouped(parser: argparse.ArgumentParser) -> Add:
     group_of = {
         flag: group for group, flags in zip(others, FLAG_GROUPS.values(), strict=True) for flag in flags.split()
     }
-    return lambda flag, **options: group_of.get(flag, plan).add_argument(flag, **options)
+    return lambda flag, **options: (plan if options.get("required") else group_of.get(flag, plan)).add_argument(
+        flag, **options
+    )
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -319,6 +324,18 @@ def _plan_arguments(add: Add) -> None:
     add("--tokens", metavar="DIM", help=tokens)
     add("--csv", metavar="FILE", help="write the table of collectives as CSV")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
+
+
+def _run_plan_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar run-plan``."""
+    add("--tokens", type=float, required=True, metavar="N", help="tokens of the run: 15e12")
+    several = 'the devices to compare, with commas between them: "v5p:8x16x16, 2x v5p:8x8x16"'
+    add("--topologies", required=True, metavar="LIST", help=several)
+    add("--mesh", help='axes and sizes, of which -1 fills a topology: "data=-1, model=8" (default: one axis `data`)')
+    add("--layout", help=LAYOUT)
+    add_flags(add, RunOptions)
+    add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of days by save interval")
+    add_flags(add, StepOptions)
 
 
 def _lab_arguments(add: Add) -> None:
@@ -491,6 +508,20 @@ def _save_csv(plan: Plan, path: str) -> None:
             writer.writerow({**c.to_dict(), **more})
 
 
+@_command(
+    _run_plan_arguments, "days, cost, goodput and the best save interval of a training run, with failures of chips"
+)
+def _run_plan(args: argparse.Namespace) -> int:
+    """``meshpar run-plan``: forecast a run on several topologies; exit status 1 if the plan of none fits in memory."""
+    topologies = [text.strip() for text in args.topologies.split(",") if text.strip()] or [""]
+    mesh = args.mesh or "data=-1"
+    args.topology = topologies[0]
+    plan = _planned(args, _target(args), mesh, args.topology, args.layout)
+    run = plan.run_plan(args.tokens, topologies=topologies, mesh=mesh, **given_flags(args, RunOptions))
+    _show(args, run)
+    return 0 if run.best.fits else 1
+
+
 @_command(_lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow")
 def _lab(args: argparse.Namespace) -> int:
     """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
@@ -608,7 +639,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         _default_layout(args, target, mesh, None)
     ]
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
-    found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
+    found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
     if args.result:
         found.calibration.save(args.result)
     _show(args, found)
@@ -625,7 +656,7 @@ def _check(args: argparse.Namespace) -> int:
     layouts = layouts or [_default_layout(args, target, (meshes or [default])[0], None)]
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
-    report = _call(args, mp.check, target, layouts=layouts, mesh=meshes, lowerings=lowerings, **how)
+    report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:

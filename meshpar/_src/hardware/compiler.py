@@ -27,6 +27,8 @@ class CompilerModel:
         and tpu7x); 0: not known.
       vector_elements_per_cycle: elements that the vector units of a core process, HBM traffic not included: by the compiler's
         estimates for reductions, norms, conversions and optimizers of 1 to 14 operands.
+      matmul_result_fraction: fraction of the elements of a matmul's result that count for the vector units if its kernel has no
+        other op: the result is only converted and stored.
       sync_collectives: collectives that are synchronous with the compiler's default options.
       line_permutes_are_sync: collective-permutes around a line of the torus are synchronous.
       partitioner_prefers_all_reduce: XLA's partitioner makes an all-reduce and a local slice where a reduce-scatter is possible.
@@ -68,6 +70,7 @@ class CompilerModel:
     link_efficiency: float
     clock_hz: float
     vector_elements_per_cycle: int
+    matmul_result_fraction: float
     sync_collectives: frozenset[CollectiveOp]
     line_permutes_are_sync: bool
     partitioner_prefers_all_reduce: bool

@@ -51,6 +51,7 @@ def plan_json(plan: Plan) -> str:
                 "estimate": plan.lowering == "jit",
             },
             **{name: [record.to_dict() for record in getattr(plan, name)] for name in records},
+            "donated": [plan.inputs[i].path for i in sorted(plan.donated)],
             "memory": memory_of(plan).to_dict(),
             "time": None if time is None else {**time.to_dict(), "bounds": dict(step_bounds(plan))},
             "decoding": None if decoding is None else decoding.to_dict(),

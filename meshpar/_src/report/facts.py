@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ..compat.jax import function_name
 from ..cost.caching import cached_on_plan
@@ -21,6 +21,7 @@ from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..dims import format_dims
 from ..hardware.calibration import EFFICIENCIES
+from ..hardware.chips import Chip
 from ..layout import UNSHARDED, Rule, Spec
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
@@ -52,10 +53,10 @@ def title(plan: Plan) -> str:
 
 
 def layout_text(plan: Plan) -> str:
-    """The layout of a plan as the user wrote it, or with the rules that the plan adds for Flax metadata; ``(nothing sharded)``
-    for an empty one."""
+    """The layout of a plan as the user wrote it, or with the rules that the plan adds for Flax metadata, and whether it is
+    resolved by cost; ``(nothing sharded)`` for an empty one."""
     given = plan.requested_layout.given if plan.layout.rules == plan.requested_layout.rules else ""
-    return given or str(plan.layout) or UNSHARDED
+    return (given or str(plan.layout) or UNSHARDED) + plan.layout.by_cost
 
 
 def lowering_text(plan: Plan) -> str:
@@ -243,14 +244,16 @@ def argument_groups(
 ) -> Iterator[tuple[str, ArgumentGroup, list[ArgumentGroup]]]:
     """(label of a kind, all of its arguments, those with equal keys as groups, largest first), for parameters, optimizer state, ….
 
-    Constants that the function closes over are a kind of their own.
+    Constants that the function closes over are a kind of their own. The label says whether all or some of its arrays are donated.
     """
     for kind, label in KINDS.items():
+        donated = [i in plan.donated for i, h in enumerate(plan.inputs) if h.kind == kind]
         members = [h for h in (*plan.inputs, *plan.constants) if h.kind == kind]
         if members:
             groups = [ArgumentGroup(tuple(g)) for g in grouped(members, key)]
             ranked = sorted(groups, key=lambda g: -g.bytes)
-            yield label, ArgumentGroup(tuple(members)), ranked
+            how = " (some donated)" if any(donated) and not all(donated) else " (donated)" if any(donated) else ""
+            yield label + how, ArgumentGroup(tuple(members)), ranked
 
 
 def shape_text(dtype: str, shape: Iterable[int]) -> str:
@@ -267,6 +270,17 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list[A
 
 
 # -- collectives
+
+
+class Sending(Protocol):
+    """What sends collectives: a plan of a step, a move."""
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]: ...
+    @property
+    def chip(self) -> Chip | None: ...
+    @property
+    def uncounted_loops(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

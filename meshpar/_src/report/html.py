@@ -317,7 +317,7 @@ def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = Non
 
 
 def collectives_table(
-    plan: Plan, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
+    plan: facts.Sending, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
 ) -> str:
     """Some collectives, in the order of :func:`collective_groups`; those that are alike in everything shown are one row.
 

@@ -242,7 +242,7 @@ function collectivesCsv(collectives) {
 // -- pictures that are drawn from the data in the page
 
 /** The functions that draw, by the name in `data-draw`. Another picture is one more function here. */
-const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts, drawTorus, drawLayer, drawBars };
+const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts, drawTorus, drawLayer, drawBars, drawRuns };
 
 /** Draw a picture from the JSON in it, and again whenever its width changes. */
 function drawn(place, kept) {

@@ -63,7 +63,7 @@ def plan_renderable(plan: Plan) -> Any:
         head.insert(0, Text(line, "bold red"))
     blocks: list[list[Any]] = [
         [*head, _summary(plan, colours)],
-        [_collectives(plan, colours)],
+        [collectives_block(plan, colours)],
         pipeline_section(plan),
         _costs(plan),
         [_arguments(plan, colours)],
@@ -151,7 +151,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
     rows: list[list[Cell]] = []
     attributes = []
     for label, every, groups in facts.argument_groups(plan, lambda h: (tuple(facts.argument_dims(h)), h.on_host)):
-        most = MAX_ARGUMENT_ROWS if label == "parameters" else MAX_ARGUMENT_ROWS // 2
+        most = MAX_ARGUMENT_ROWS if every.members[0].kind == "params" else MAX_ARGUMENT_ROWS // 2
         shown, others = groups[:most], [h for group in groups[most:] for h in group.members]
         rows.append([Cell(label), *every.cells()])
         for group in shown:
@@ -206,8 +206,13 @@ def memory_bar(peak: float, capacity: float) -> Text:
     return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
 
 
-def _collectives(plan: Plan, colours: AxisColours) -> Any:
-    """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below."""
+def collectives_block(plan: facts.Sending, colours: AxisColours, when: str = "a step", name: str = "plan") -> Any:
+    """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below.
+
+    Args:
+      when: follows what a device sends.
+      name: of the variable that has the report.
+    """
     groups = facts.collective_groups(plan.collectives)
     if not groups:
         return Text("each device sends nothing", style="bold")
@@ -221,11 +226,11 @@ def _collectives(plan: Plan, colours: AxisColours) -> Any:
         small = CollectiveGroup(tuple(c for g in groups[len(shown) :] for c in g.members))
         total, calls, _, seconds = (cell.text for cell in small.cells())
         rest = "shorter ones" if timed else "smaller ones"
-        table.append((rest, "", total, calls, "", seconds, 'plan.save("plan.html") lists them'))
+        table.append((rest, "", total, calls, "", seconds, f'{name}.save("{name}.html") lists them'))
     widths = [max(len(row[i]) for row in table) for i in range(6)]
     took = f", in {format_seconds(every.seconds)}" if timed else ""
     at_least = "at least " * bool(plan.uncounted_loops)
-    lines: list[Any] = [Text(f"each device sends {at_least}{format_bytes(every.bytes)} a step{took}", style="bold")]
+    lines: list[Any] = [Text(f"each device sends {at_least}{format_bytes(every.bytes)} {when}{took}", style="bold")]
     for i, (op, axes, *numbers, dims) in enumerate(table):
         cells = "".join(f"  {text:>{n}}" for text, n in zip(numbers[: 3 + timed], widths[2:], strict=False))
         group = shown[i - 1] if 1 <= i <= len(shown) else None

@@ -64,7 +64,7 @@ Family = (
     | Literal[
         "add", "cast", "rounding", "barrier", "identity", "random", "reduction", "dot", "ragged_dot", "conv", "transfer"
     ]
-    | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "slice", "split"]
+    | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "pad", "slice", "split"]
     | Literal["dynamic_slice", "update", "gather", "scatter", "top_k"]
 )
 """The kind of an op. Each primitive has at most one family; :class:`Primitive` has properties for unions of families.
