@@ -21,6 +21,7 @@ from ..hardware.chips import Chip
 from ..hardware.topology import chip_of, described_mesh
 from ..layout import Layout, to_partition_spec
 from ..mesh import planned_mesh
+from ..moves import plan
 from ..moves.move import Move, Side
 from ..moves.plan import MAX_ROUND_SHARE, MovedArray, chunks_of, collectives_of, ordered, rounds_of
 from ..moves.route import Operand, route, spec_of
@@ -120,14 +121,16 @@ def move(
     targets = _targets(tree, made, where, target, bool(rename), dims)
     dtypes = _dtypes(arrays, made, dtype)
     chip = _chip(target) or _chip(source)
-    of = _layout_text(source), _layout_text(target)
-    moved = [_moved(path, m, where, targets[path], dtypes[path], of, chip) for path, m in made.items()]
-    most = max(sum(a.before for a in moved), sum(a.after for a in moved)) * MAX_ROUND_SHARE
-    rounds = rounds_of(ordered(_chunked(a, donate, most / 4, of, chip) for a in moved), most)
+    moved = [_moved(path, m, where, targets[path], dtypes[path], chip) for path, m in made.items()]
+    side = max(sum(a.before for a in moved), sum(a.after for a in moved))
+    most = max(MAX_ROUND_SHARE * side, plan.MIN_ROUND_BYTES)
+    rounds = rounds_of(ordered(_chunked(a, donate, most / 4, chip) for a in moved), most)
     first = moved[0]
     sides = [
         Side(dict(s.mesh.shape), text, s.mesh.size)
-        for s, text in zip((first.operands[0].sharding, first.sharding), of, strict=True)
+        for s, text in zip(
+            (first.operands[0].sharding, first.sharding), map(_layout_text, (source, target)), strict=True
+        )
     ]
     return Move(rounds, *sides, donate, bool(rename), chip, prepare)
 
@@ -386,28 +389,29 @@ def _moved(
     where: Mapping[str, _Array],
     to: _Array,
     dtype: Any,
-    layouts: tuple[str, str],
     chip: Chip | None,
 ) -> MovedArray:
     """The array of the target with its route."""
     of = [where[p] for p in made.sources]
     goal = to.sharding
     assert goal is not None
-    names = of[0].dims if of[0].dims == to.dims else f"{of[0].dims} → {to.dims}"
+    names = to.dims if of[0].dims in ("", to.dims) else f"{of[0].dims} → {to.dims}"
     stays = all(x.sharding is not None for x in of) and not is_key(of[0]) and 0 not in to.shape
     operands = tuple(Operand(x.shape, x.sharding or goal, shift) for x, shift in zip(of, made.shifts, strict=True))
     r = route(operands, to.shape, goal) if stays else None
     array = MovedArray(
         path, made.sources, names, to.shape, of[0].dtype, dtype, operands, goal, r, (0, 1), False, (), {}
     )
-    return _recorded(array, layouts, chip)
+    return _recorded(array, chip)
 
 
-def _recorded(array: MovedArray, layouts: tuple[str, str], chip: Chip | None) -> MovedArray:
+def _recorded(array: MovedArray, chip: Chip | None) -> MovedArray:
     """The array with the records of its collectives."""
     if array.route is None:
         return replace(array, links={"host": array.after} if not is_key(array) else {})
-    cause = f"`{layouts[0] or array.operands[0].sharding.spec}` before, `{layouts[1] or array.sharding.spec}` after"
+    names = array.dims.split(" → ")
+    before, after = _rules(names[0], array.operands[0].sharding), _rules(names[-1], array.sharding)
+    cause = f"{before} before, {after} after"
     sent = array.old_dtype if itemsize_of(array.old_dtype) == array.wire else array.dtype
     records, links = collectives_of(
         array.route,
@@ -424,13 +428,21 @@ def _recorded(array: MovedArray, layouts: tuple[str, str], chip: Chip | None) ->
     return replace(array, collectives=records, links=links)
 
 
-def _chunked(array: MovedArray, donate: bool, most: float, layouts: tuple[str, str], chip: Chip | None) -> MovedArray:
+def _rules(dims: str, sharding: NamedSharding) -> str:
+    """The sharding of an array as rules, of the dims that are sharded."""
+    names = dims.split()
+    axes = spec_of(sharding, len(names)) if len(names) >= len(sharding.spec) else ()
+    rules = "; ".join(f"{name}: {'+'.join(of)}" for name, of in zip(names, axes, strict=False) if of)
+    return f"`{rules}`" if rules else f"`{sharding.spec}`" if any(sharding.spec) else "replicated"
+
+
+def _chunked(array: MovedArray, donate: bool, most: float, chip: Chip | None) -> MovedArray:
     """The array in chunks of at most ``most`` bytes, as far as its first dim allows."""
     if array.route is None or max(array.before, array.after) <= most:
         return array
     at, count = chunks_of(array.route, most, max(array.before, array.after))
     place = donate and count > 1 and array.route.replaces(at) and array.old_dtype == array.dtype
-    return _recorded(replace(array, chunks=(at, count), in_place=place), layouts, chip)
+    return _recorded(replace(array, chunks=(at, count), in_place=place), chip)
 
 
 # -- quantization

@@ -21,6 +21,8 @@ from .route import Operand, Route, joint_elements, spec_of
 
 MAX_ROUND_SHARE = 0.1
 """Fraction of the bytes of a device that a round may need in addition."""
+MIN_ROUND_BYTES = 2**25
+"""Bytes that a round may always need: smaller rounds and chunks would take longer, for little memory."""
 
 LINKS = {"slice": "DCN", "switch": "NVLink", "core": "chip", "": "links"}
 """Dim of a torus stage → the kind of its links in reports; all others are ICI."""
