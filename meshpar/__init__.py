@@ -11,7 +11,7 @@ The modules of ``mp``: ``train`` (functions of a train step), ``layers`` (functi
 """
 
 from . import data, errors, hardware, layers, layouts, log, nd, replicas, train, types
-from ._src.entry.api import check, compile, init, jit, lab, plan, search, shardings
+from ._src.entry.api import check, compile, init, jit, lab, plan, prove, search, shardings
 from ._src.entry.infer_dims import infer_dims
 from ._src.layout import Layout
 from ._src.mesh import mesh, virtual_devices
@@ -45,6 +45,7 @@ __all__ = [
     "named",
     "nd",
     "plan",
+    "prove",
     "rename",
     "replicas",
     "search",

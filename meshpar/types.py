@@ -20,6 +20,7 @@ from ._src.search import Row, Search
 from ._src.verify.aot import Compiled
 from ._src.verify.check import Report
 from ._src.verify.profile import Measured, PlanProfile
+from ._src.verify.prove import Proof
 
 __all__ = [
     "Calibration",
@@ -39,6 +40,7 @@ __all__ = [
     "NoiseScale",
     "PlanDiff",
     "PlanProfile",
+    "Proof",
     "Quantized",
     "Report",
     "Row",
