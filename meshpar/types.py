@@ -17,10 +17,12 @@ from ._src.plan.collectives import Collective
 from ._src.program.kernels import KernelSend, KernelWork
 from ._src.quantization import Quantized
 from ._src.report import PlanDiff
+from ._src.runs import Goodput, RunPlan, RunRow
 from ._src.search import Row, Search
 from ._src.verify.aot import Compiled
 from ._src.verify.check import Report
 from ._src.verify.profile import Measured, PlanProfile
+from ._src.verify.prove import Proof
 
 __all__ = [
     "Calibration",
@@ -31,6 +33,7 @@ __all__ = [
     "Decoding",
     "Exported",
     "ExportedArray",
+    "Goodput",
     "Jitted",
     "KernelSend",
     "KernelWork",
@@ -41,9 +44,12 @@ __all__ = [
     "NoiseScale",
     "PlanDiff",
     "PlanProfile",
+    "Proof",
     "Quantized",
     "Report",
     "Row",
     "Rule",
+    "RunPlan",
+    "RunRow",
     "Search",
 ]

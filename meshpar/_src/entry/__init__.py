@@ -16,6 +16,7 @@
     tracing        a function and its arguments as a program with named dims
     arguments      trees of arguments as flat arrays and static leaves
     options        the options of a step: one value for all of them, their checks, and their flags
+    starting       the line that the command shows while Python imports JAX
 
 A call of a step goes ``jitted`` → ``arguments`` → ``tracing`` → ``passes.make_plan`` → ``compiled`` → ``lower``; later calls with
 the same signature go from ``jitted`` to ``compiled`` at once.

@@ -25,7 +25,7 @@ from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
-from .timeline import step_shares
+from .timeline import slowest_kernel, step_shares
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
@@ -152,7 +152,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
     rows: list[list[Cell]] = []
     attributes = []
     for label, every, groups in facts.argument_groups(plan, lambda h: (tuple(facts.argument_dims(h)), h.on_host)):
-        most = MAX_ARGUMENT_ROWS if label == "parameters" else MAX_ARGUMENT_ROWS // 2
+        most = MAX_ARGUMENT_ROWS if every.members[0].kind == "params" else MAX_ARGUMENT_ROWS // 2
         shown, others = groups[:most], [h for group in groups[most:] for h in group.members]
         rows.append([Cell(label), *every.cells()])
         for group in shown:
@@ -167,7 +167,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
 
 
 def _costs(plan: Plan) -> list[Text]:
-    """Peak memory by kind; the estimated time, its bounds, and the bottleneck."""
+    """Peak memory by kind; the estimated time, its bounds, its parts, and the slowest kernel."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
@@ -187,9 +187,11 @@ def _costs(plan: Plan) -> list[Text]:
         on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
         out.append(Text.assemble((takes, "bold"), on))
         details = (
-            f"alone, the largest part is {time.bottleneck}",
+            f"if nothing overlaps: {facts.parts_text(time)}",
+            f"slowest kernel: {slowest_kernel(plan)}",
             facts.blocking_collectives(plan),
             facts.calibration_text(plan),
+            facts.accuracy_text(plan),
         )
         out += [Text(f"    {line}", style="dim") for line in details if line]
     if decoding := decoding_of(plan):
