@@ -619,7 +619,7 @@ def _cases() -> list[Case]:
         ):  # fmt: skip
             add("llama", layout, plain, rules, mesh)
         add("llama3_8b", "fsdp", functools.partial(llama3_8b, 2, batch=sequences * n), FSDP, one)
-        for layout in ("fsdp", "zero1", "tensor", "fsdp+tensor+sequence"):
+        for layout in ("fsdp", "zero1", "tensor_parallel", "sequence_parallel"):
             make = functools.partial(fitted.llama3_8b, batch=2 * n, layers=2, attention="xla")
             add("fitted", layout, make, fitted.LAYOUTS[layout], one if layout in ("fsdp", "zero1") else two)
         add("vit", "fsdp", functools.partial(vit, batch=32 * n), FSDP, one)

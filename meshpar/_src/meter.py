@@ -105,7 +105,7 @@ class Meter:
         self._save()
         self._values = _facts(plan)
 
-    def step(self, metrics: Any, **state: Any) -> dict[str, float] | None:
+    def step(self, metrics: Any, /, **state: Any) -> dict[str, float] | None:
         """Count a step that was called.
 
         Args:

@@ -144,6 +144,19 @@ def test_a_grouped_product_counts_each_row_once():
     assert made.time.model_flops == 2 * 256 * 128 * 384
 
 
+@pytest.mark.parametrize(("topology", "kernels"), [("v5p:2x2x4", 1), ("v5e:4x4", 0), ("v6e:4x4", 0)])
+def test_a_softmax_that_two_matmuls_read_is_stored_on_v5p(topology, kernels):
+    """The recomputed forward pass and the gradient of the values read it; on v5e and v6e each of both divides the exponentials."""
+
+    def attention(q, k, v):
+        p = jax.nn.softmax((q @ k.T).astype(jnp.float32), -1).astype(v.dtype)
+        return jnp.square((p @ v).astype(jnp.float32)).sum()
+
+    gradient = jax.grad(jax.checkpoint(attention), argnums=(0, 1, 2))
+    ops = plan(gradient, *[array(2048, 128)] * 3, topology=topology).time.ops
+    assert sum(op.name == "convert_element_type" for op in ops) == kernels
+
+
 def test_int8_and_float32_have_their_own_rates():
     x = array(4096, 4096, dtype=jnp.int8)
     (fast,) = plan(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.int32), x, x).time.ops

@@ -10,9 +10,16 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar as mp
+from meshpar._src.moves import plan
 
 DIMS = {"*/up": "layers embed mlp", "*/q": "layers embed heads head_dim", "norm": "embed"}
 FSDP, TENSOR = ("data=8", "embed: data"), ("model=8", "heads, mlp: model")
+
+
+@pytest.fixture(params=[plan.MIN_ROUND_BYTES, 0], ids=["one program", "chunks"])
+def rounds(request, monkeypatch):
+    """One program for all arrays, or one for few and large arrays in chunks."""
+    monkeypatch.setattr(plan, "MIN_ROUND_BYTES", request.param)
 
 
 def half(first):
@@ -37,7 +44,7 @@ def equal(a, b):
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("target", [TENSOR, ("replica=2, model=4", "heads, mlp: model")])
-def test_the_same_devices(params, target, donate):
+def test_the_same_devices(params, target, donate, rounds):
     move = mp.move(params, source=FSDP, target=target, dims=DIMS, donate=donate)
     source = placed(params, FSDP)
     for _ in range(2):
@@ -92,7 +99,7 @@ def test_steps_say_where_arrays_are(params):
         mp.move({"count": state["count"]}, source=step, target=decode)
 
 
-def test_casts_send_the_narrower_dtype(params):
+def test_casts_send_the_narrower_dtype(params, rounds):
     exact = mp.move(params, source=FSDP, target=TENSOR, dims=DIMS)
     narrow = mp.move(params, source=FSDP, target=TENSOR, dims=DIMS, dtype={"*/q": "bfloat16", "*/up": "bfloat16"})
     moved = narrow(placed(params, FSDP))
@@ -248,7 +255,8 @@ def llama(scale=1, dtype=jnp.bfloat16):
 
 @pytest.mark.parametrize("target", ["model=8", "replica=2, model=4"])
 @pytest.mark.parametrize("donate", [True, False])
-def test_the_memory_of_the_programs_is_as_planned(target, donate):
+def test_the_memory_of_the_programs_is_as_planned(target, donate, monkeypatch):
+    monkeypatch.setattr(plan, "MIN_ROUND_BYTES", 0)
     move = mp.move(llama(32, jnp.float32), source=FSDP, target=(target, LLAMA_TENSOR), dims=LLAMA_DIMS, donate=donate)
     live, after, peak = move.memory.source, 0.0, 0.0
     for k, of in enumerate(move.rounds):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from browser import chromium
 
 import meshpar as mp
 from meshpar._src.hardware.chips import CHIPS
@@ -90,6 +91,27 @@ def test_several_topologies(plan, tmp_path):
     assert all(r.topology in text for r in run.rows)
 
 
+def test_the_page_draws_parts_and_the_loss_by_save_interval(plan, tmp_path):
+    run = plan.run_plan(1e15, topologies=["v5p:4x4x4", "2x v5p:4x4x4"], mesh="data=-1", mtbf="2000h")
+    run.save(tmp_path / "run.html")
+    with chromium() as browser:
+        page = browser.new_page()
+        wrong = []
+        page.on("pageerror", lambda e: wrong.append(str(e)))
+        page.goto((tmp_path / "run.html").as_uri())
+        widths = page.locator(".parts .track").evaluate_all(
+            "tracks => tracks.map(t => [...t.children].map(i => i.getBoundingClientRect().width / t.clientWidth))"
+        )
+        labels = page.locator("svg circle[role=img]").evaluate_all("all => all.map(c => c.getAttribute('aria-label'))")
+        assert wrong == []
+    longest = max(sum(r.parts) for r in run.rows)
+    np.testing.assert_allclose(widths, [[x / longest for x in r.parts] for r in run.rows], atol=0.005)
+    for row, label in zip(run.rows, labels, strict=True):
+        lost = 1 - row.job.step * row.job.steps / row.job.expected(row.save_every)
+        assert label.startswith(f"{row.topology}: ")
+        assert float(label.split(": ")[1].split()[0]) == pytest.approx(100 * lost, rel=0.05)
+
+
 def test_sources_are_those_of_the_values(plan):
     run = plan.run_plan(1e12, mtbf="40000h")
     assert run._sources()["mtbf"] == "given"
@@ -103,7 +125,7 @@ def test_prices_of_a_file(plan, tmp_path, name, text):
     assert plan.run_plan(1e12, price=tmp_path / name).rows[0].cost is not None
 
 
-@pytest.mark.parametrize("text", ["v5p = 'x'", "v5p = -1", "v5p 4.2", "", None])
+@pytest.mark.parametrize("text", ["v5p = 'x'", "v5p = -1", "v5p 4.2", "v5q = 4.2", None])
 def test_prices_that_cannot_be_read(plan, tmp_path, text):
     path = tmp_path / "p.toml"
     if text is not None:
@@ -122,6 +144,9 @@ def test_prices_that_cannot_be_read(plan, tmp_path, text):
         ({"step_tokens": "many"}, "step_tokens"),
         ({"price": "no-such-file"}, "price="),
         ({"trials": 0}, "trials=0"),
+        ({"trials": "10m"}, "trials: could not convert"),
+        ({"price": {"v5pp": 4.2}}, "there is no chip 'v5pp'"),
+        ({"price": {"v5p": -4.2}}, "a price is a positive"),
         ({"mtbf": "1h"}, "hardly progresses"),
         ({"tokens": -1.0}, "positive number of tokens"),
     ],

@@ -21,8 +21,10 @@ from ..hardware.chips import Chip
 from ..hardware.topology import chip_of, described_mesh
 from ..layout import Layout, to_partition_spec
 from ..mesh import planned_mesh
-from ..moves.move import Move, Side
+from ..moves import plan
+from ..moves.move import Move
 from ..moves.plan import MAX_ROUND_SHARE, MovedArray, chunks_of, collectives_of, ordered, rounds_of
+from ..moves.planned import MovePlan, Side
 from ..moves.route import Operand, route, spec_of
 from ..plan.spec import itemsize_of
 from ..pods.names import nested
@@ -119,17 +121,18 @@ def move(
     made = _made(where, rename or {})
     targets = _targets(tree, made, where, target, bool(rename), dims)
     dtypes = _dtypes(arrays, made, dtype)
-    chip = _chip(target) or _chip(source)
-    of = _layout_text(source), _layout_text(target)
-    moved = [_moved(path, m, where, targets[path], dtypes[path], of, chip) for path, m in made.items()]
-    most = max(sum(a.before for a in moved), sum(a.after for a in moved)) * MAX_ROUND_SHARE
-    rounds = rounds_of(ordered(_chunked(a, donate, most / 4, of, chip) for a in moved), most)
+    where_to = next(iter(targets.values())).sharding if targets else None
+    chip = chip_of(where_to.mesh) if where_to is not None and isinstance(where_to.mesh, Mesh) else None
+    moved = [_moved(path, m, where, targets[path], dtypes[path], chip) for path, m in made.items()]
+    side = max(sum(a.before for a in moved), sum(a.after for a in moved))
+    most = max(MAX_ROUND_SHARE * side, plan.MIN_ROUND_BYTES)
+    rounds = rounds_of(ordered(_chunked(a, donate, most / 4, chip) for a in moved), most)
     first = moved[0]
-    sides = [
-        Side(dict(s.mesh.shape), text, s.mesh.size)
-        for s, text in zip((first.operands[0].sharding, first.sharding), of, strict=True)
-    ]
-    return Move(rounds, *sides, donate, bool(rename), chip, prepare)
+    before, after = (
+        Side(dict(s.mesh.shape), _layout_text(where), s.mesh.size)
+        for s, where in ((first.operands[0].sharding, source), (first.sharding, target))
+    )
+    return Move(MovePlan(rounds, before, after, donate, chip), bool(rename), prepare)
 
 
 # -- where a tree is
@@ -145,6 +148,8 @@ def _on_topology(where: Any, topology: str | None) -> Any:
 def _ends(tree: Any, where: Any, dims: DimsPatterns) -> dict[str, _Array]:
     """Path → array of a tree on one side."""
     leaves = {leaf.path or "value": leaf for leaf in flatten_named(tree)}
+    if (other := next((p for p, leaf in leaves.items() if not hasattr(leaf.value, "dtype")), "")) or not leaves:
+        raise UnsupportedError(f"{other or 'the tree'} has no arrays to move", path=other, fixes=["a tree of arrays"])
     if isinstance(where, Jitted):
         found = _of_step(where, {p: np.shape(leaf.value) for p, leaf in leaves.items()})
         return {p: replace(found[p], dtype=leaf.value.dtype) for p, leaf in leaves.items()}
@@ -213,15 +218,6 @@ def _of_step(step: Jitted[..., Any], shapes: Mapping[str, tuple[int, ...]]) -> d
         path=first,
         fixes=did_you_mean(first, [h.path for h in plan.inputs], "arguments"),
     )
-
-
-def _chip(where: Any) -> Chip | None:
-    """The chip of a side; None: not known."""
-    if isinstance(where, Jitted):
-        plan = where._caches.plans.latest()
-        return None if plan is None else plan.chip
-    at = where[0] if isinstance(where, tuple) else None
-    return chip_of(at) if isinstance(at, Mesh) else None
 
 
 def _layout_text(where: Any) -> str:
@@ -386,28 +382,29 @@ def _moved(
     where: Mapping[str, _Array],
     to: _Array,
     dtype: Any,
-    layouts: tuple[str, str],
     chip: Chip | None,
 ) -> MovedArray:
     """The array of the target with its route."""
     of = [where[p] for p in made.sources]
     goal = to.sharding
     assert goal is not None
-    names = of[0].dims if of[0].dims == to.dims else f"{of[0].dims} → {to.dims}"
+    names = to.dims if of[0].dims in ("", to.dims) else f"{of[0].dims} → {to.dims}"
     stays = all(x.sharding is not None for x in of) and not is_key(of[0]) and 0 not in to.shape
     operands = tuple(Operand(x.shape, x.sharding or goal, shift) for x, shift in zip(of, made.shifts, strict=True))
     r = route(operands, to.shape, goal) if stays else None
     array = MovedArray(
         path, made.sources, names, to.shape, of[0].dtype, dtype, operands, goal, r, (0, 1), False, (), {}
     )
-    return _recorded(array, layouts, chip)
+    return _recorded(array, chip)
 
 
-def _recorded(array: MovedArray, layouts: tuple[str, str], chip: Chip | None) -> MovedArray:
+def _recorded(array: MovedArray, chip: Chip | None) -> MovedArray:
     """The array with the records of its collectives."""
     if array.route is None:
         return replace(array, links={"host": array.after} if not is_key(array) else {})
-    cause = f"`{layouts[0] or array.operands[0].sharding.spec}` before, `{layouts[1] or array.sharding.spec}` after"
+    names = array.dims.split(" → ")
+    before, after = _rules(names[0], array.operands[0].sharding), _rules(names[-1], array.sharding)
+    cause = f"{before} before, {after} after"
     sent = array.old_dtype if itemsize_of(array.old_dtype) == array.wire else array.dtype
     records, links = collectives_of(
         array.route,
@@ -424,13 +421,21 @@ def _recorded(array: MovedArray, layouts: tuple[str, str], chip: Chip | None) ->
     return replace(array, collectives=records, links=links)
 
 
-def _chunked(array: MovedArray, donate: bool, most: float, layouts: tuple[str, str], chip: Chip | None) -> MovedArray:
+def _rules(dims: str, sharding: NamedSharding) -> str:
+    """The sharding of an array as rules, of the dims that are sharded."""
+    names = dims.split()
+    axes = spec_of(sharding, len(names)) if len(names) >= len(sharding.spec) else ()
+    rules = "; ".join(f"{name}: {'+'.join(of)}" for name, of in zip(names, axes, strict=False) if of)
+    return f"`{rules}`" if rules else f"`{sharding.spec}`" if any(sharding.spec) else "replicated"
+
+
+def _chunked(array: MovedArray, donate: bool, most: float, chip: Chip | None) -> MovedArray:
     """The array in chunks of at most ``most`` bytes, as far as its first dim allows."""
     if array.route is None or max(array.before, array.after) <= most:
         return array
     at, count = chunks_of(array.route, most, max(array.before, array.after))
     place = donate and count > 1 and array.route.replaces(at) and array.old_dtype == array.dtype
-    return _recorded(replace(array, chunks=(at, count), in_place=place), layouts, chip)
+    return _recorded(replace(array, chunks=(at, count), in_place=place), chip)
 
 
 # -- quantization

@@ -59,6 +59,8 @@ class CompilerModel:
         the other one has few rows (:data:`cost.flops.MAX_FEW_ROWS`).
       first_tile_bytes: bytes of the operand's first tile, which such a matmul reads before it computes.
       min_kernel_seconds: seconds of the shortest kernel.
+      stores_softmax: the result of a softmax that several matmuls read is computed by a kernel of its own; otherwise each matmul
+        divides the exponentials again.
       option_groups: names of the :data:`hardware.options.GROUPS` that plans for this chip may use.
       quirks: names of the entries of :mod:`compat.quirks` whose workarounds this version needs on this chip.
     """
@@ -94,6 +96,7 @@ class CompilerModel:
     row_hbm_efficiency: float = 1.0
     first_tile_bytes: int = 0
     min_kernel_seconds: float = 0.0
+    stores_softmax: bool = False
     option_groups: frozenset[str] = frozenset()
     quirks: frozenset[str] = frozenset()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,8 @@ from .route import Operand, Route, joint_elements, spec_of
 
 MAX_ROUND_SHARE = 0.1
 """Fraction of the bytes of a device that a round may need in addition."""
+MIN_ROUND_BYTES = 2**25
+"""Bytes that a round may always need: smaller rounds and chunks would take longer, for little memory."""
 
 LINKS = {"slice": "DCN", "switch": "NVLink", "core": "chip", "": "links"}
 """Dim of a torus stage → the kind of its links in reports; all others are ICI."""
@@ -124,7 +125,7 @@ def collectives_of(
     assert route.mesh is not None
     torus = torus_of(program_mesh(route)) if isinstance(operands[0].sharding.mesh, Mesh) else {}
     of = {name: axis for axis, names in route.mesh.source.items() for name in names}
-    records, links = [], Counter[str]()
+    records, links = [], dict[str, float]()
     steps = zip(route.joints, joint_elements(shape, route.mesh, route.parts, route.joints), strict=True)
     for joint, (_, sent) in steps:
         if joint.op == "slice":
@@ -138,8 +139,9 @@ def collectives_of(
         for stage, of_stage in stage_bytes_sent(
             Collective(joint.op, ("",), "", "", (), "", n, 1, ""), {"": tuple(stages)}
         ):
-            links[LINKS.get(stage.dim, "ICI")] += of_stage * chunks
-    return tuple(records), dict(links)
+            kind = LINKS.get(stage.dim, "ICI")
+            links[kind] = links.get(kind, 0.0) + of_stage * chunks
+    return tuple(records), links
 
 
 def _permutes(

@@ -22,7 +22,7 @@ from .facts import RuleEffect
 from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
-from .tables import GROUP, Cell, Table, code, html_picture, key, number
+from .tables import GROUP, Cell, Table, code, html_picture, key, number, prose
 from .timeline import slowest_kernel, step_bounds, step_shares
 from .torus import TORUS, torus_picture
 
@@ -43,7 +43,8 @@ TIMELINE = (
     "box, as high as the lane is busy. Drag, or use the buttons or the keys + − 0, to zoom; point at a box for its line."
 )
 MEMORY = (
-    "Live bytes after each op of a step, by kind; each loop body once. Point at it, or press the arrow keys, for an op."
+    "Live bytes after each kernel of a step, by kind. The horizontal axis is the order of the kernels, not time: each has the same "
+    "width, and the body of a loop is shown once. Point at it, or press the arrow keys, for a kernel."
 )
 ROOFLINE = "FLOP/s of the estimate, recomputation included; for the step, waiting included. Larger circles take more of the step."
 """The content of the sections of a page."""
@@ -92,7 +93,7 @@ def plan_cell(plan: Plan) -> str:
     """The plan for a notebook: metrics, rules, the largest collectives; no script."""
     colours = AxisColours(plan.sizes)
     rules = rules_table(plan, colours)
-    collectives = collectives_table(plan, plan.collectives, colours, most=6, sortable=False)
+    collectives = collectives_table(plan.collectives, colours, timed=plan.chip is not None, most=6, sortable=False)
     return cell(f"{_head(plan)}{cards(plan)}{rules}{collectives}")
 
 
@@ -311,21 +312,21 @@ def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = Non
             out += (
                 f'<details class="of-rule" id="sent-{k}" data-rule="{k}"{opened}><summary>{_rule(e, colours)} '
                 f'<span class="n">{total}{took}, {calls} calls</span></summary>'
-                f"{collectives_table(plan, e.collectives.members, colours, most)}</details>"
+                f"{collectives_table(e.collectives.members, colours, plan.chip is not None, most)}</details>"
             )
     return f'<div class="by-rule">{out}</div>' if out else NOTHING_SENT
 
 
 def collectives_table(
-    plan: facts.Sending, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
+    of: Sequence[Collective], colours: AxisColours, timed: bool, most: int | None = None, sortable: bool = True
 ) -> str:
     """Some collectives, in the order of :func:`collective_groups`; those that are alike in everything shown are one row.
 
     Args:
+      timed: they have seconds.
       most: number of rows; None: all.
       sortable: headings sort the rows.
     """
-    timed = plan.chip is not None
 
     def alike(c: Collective) -> Hashable:
         return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, facts.location_of_op(c.origin)
@@ -334,7 +335,7 @@ def collectives_table(
         c = group.first
         op = Cell(c.op, markup=f"<b>{c.op}</b><br>{colours.axes(c.axes).markup}")
         dims = f'<code>{escape(c.dims or "(scalar)")}</code><br><span class="dim">{escape(c.dtype)}</span>'
-        cause = f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
+        cause = f"{prose(c.explanation)}<br><code>{escape(group.location)}</code>"
         return [op, *group.cells()[: 3 + timed], Cell("", markup=dims), Cell("", markup=cause, css="why")]
 
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed]

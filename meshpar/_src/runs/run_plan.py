@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -18,6 +18,8 @@ from rich.text import Text
 
 from ...errors import UnsupportedError
 from ..cost.time import time_of
+from ..dims import did_you_mean
+from ..hardware.chips import CHIPS
 from ..options import option
 from ..plan.plan import Plan, ShardedArray
 from ..report.document import Document
@@ -70,35 +72,42 @@ class RunOptions:
         """Read durations, numbers and the file of prices, as the command line gives them.
 
         Raises:
-          UnsupportedError: a value that is no duration, not positive, or a file that cannot be read.
+          UnsupportedError: text that is no duration or number, a value that is not positive, prices that cannot be read.
         """
         for name in ("mtbf", "restart", "compile_time", "save_time", "step_tokens", "bandwidth", "trials"):
-            value = getattr(self, name)
+            value, may_be_0 = getattr(self, name), name in ("restart", "compile_time", "save_time")
+            if value is None:
+                continue
             try:
-                read = value if value is None else parse_duration(value)
+                read = parse_duration(value) if may_be_0 or name == "mtbf" else float(value)
             except ValueError as error:
-                raise UnsupportedError(f"{name}: {error}", fixes=[f"{name}='10m'"]) from None
-            if read == 0 and name not in ("restart", "compile_time", "save_time"):
-                raise UnsupportedError(f"{name}={value}: it must be positive")
+                raise UnsupportedError(f"{name}: {error}") from None
+            if not (0 < read < math.inf or (read == 0 and may_be_0)):
+                raise UnsupportedError(f"{name}={value}: it must be positive and finite")
             object.__setattr__(self, name, read)
-        if isinstance(self.price, str | Path):
-            object.__setattr__(self, "price", _prices(Path(self.price)))
+        object.__setattr__(self, "price", _prices(self.price))
 
 
-def _prices(path: Path) -> dict[str, float]:
-    """Chip → price of an hour, from a file of TOML or JSON.
+def _prices(given: Mapping[str, float] | str | Path | None) -> dict[str, float]:
+    """Chip → price of an hour, from a mapping or a file of TOML or JSON.
 
     Raises:
-      UnsupportedError: the file cannot be read, or a price is no positive number.
+      UnsupportedError: the file cannot be read, there is no such chip, or a price is no positive number.
     """
+    found: Any = given
+    fixes = ["a line of TOML for each chip: v5p = 4.2"]
     try:
-        found = (json if path.suffix == ".json" else tomllib).loads(path.read_text("utf8"))
-        if found and all(isinstance(x, int | float) and 0 < x < math.inf for x in found.values()):
-            return found
-        problem = "a price is a positive number"
-    except (OSError, ValueError, AttributeError) as error:
-        problem = str(error)
-    raise UnsupportedError(f"price={str(path)!r}: {problem}", fixes=["a line of TOML for each chip: v5p = 4.2"])
+        if isinstance(given, str | Path):
+            found = (json if str(given).endswith(".json") else tomllib).loads(Path(given).read_text("utf8"))
+        for chip, price in () if given is None else dict(found).items():
+            if chip not in CHIPS:
+                fixes = did_you_mean(chip, CHIPS, "chips")
+                raise ValueError(f"there is no chip {chip!r}")
+            if not (isinstance(price, int | float) and 0 < price < math.inf):
+                raise ValueError("a price is a positive number")
+    except (OSError, ValueError, TypeError) as error:
+        raise UnsupportedError(f"price={str(given)!r}: {error}", fixes=fixes) from None
+    return dict(found or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,11 +220,8 @@ class RunPlan(Document):
 
     def _sources(self) -> dict[str, str]:
         """Option → the source of its value."""
-        default = RunOptions()
-        return {
-            name: text if getattr(self.options, name) == getattr(default, name) else "given"
-            for name, text in SOURCES.items()
-        }
+        own, default = vars(self.options), vars(RunOptions())
+        return {name: text if own[name] == default[name] else "given" for name, text in SOURCES.items()}
 
     def _assumptions(self) -> list[tuple[str, str]]:
         """(name, value and source) of the parameters."""
@@ -268,12 +274,8 @@ class RunPlan(Document):
 
     def __rich__(self) -> Any:
         """The forecast for the terminal."""
-        facts = zip(
-            ("run", "mesh", "layout", "result"),
-            (self._title(), self._meshes, self.rows[0].layout, self._verdict()),
-            strict=True,
-        )
-        head = hanging([(Text(name, "bold"), text) for name, text in facts])
+        facts = {"run": self._title(), "mesh": self._meshes, "layout": self.rows[0].layout, "result": self._verdict()}
+        head = hanging([(Text(name, "bold"), text) for name, text in facts.items()])
         notes = hanging([(Text(name, "dim"), Text(text, "dim")) for name, text in self._assumptions()])
         tables = (part for table in self._tables() for part in (Text(), table.terminal()))
         return Group(head, *tables, Text(), Text("Parameters", "bold"), notes)
@@ -300,11 +302,10 @@ def _cells(r: RunRow, priced: bool) -> tuple[dict[str, Cell], ...]:
     }
     if priced:
         run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
+    every, at_most = r.save_seconds
     saves = {
-        **{
-            name: cell(format_duration, t)
-            for name, t in zip(("save every", "+1 %: every"), r.save_seconds, strict=True)
-        },
+        "save every": cell(format_duration, every),
+        "+1 %: every": cell(format_duration, at_most),
         "checkpoint": cell(format_memory, r.checkpoint_bytes),
         "a restart": cell(format_duration, r.job.restart),
         "copies in memory": number(f"{'pay' if r.copies_pay else 'no'}: −{r.copies_days:.2f} days", r.copies_days),
@@ -320,11 +321,8 @@ def _drawn(row: RunRow) -> dict[str, Any]:
     def point(every: int) -> tuple[float, float]:
         return every * job.step + job.save, 1 - job.step * job.steps / job.expected(every)
 
-    points = {
-        "best": point(row.save_every),
-        "curve": [point(n) for n in sorted(grid | {row.save_every}) if n <= job.steps],
-    }
-    return {"name": row.where, "parts": [x / DAY for x in row.parts], **points}
+    curve = [point(n) for n in sorted(grid | {row.save_every}) if n <= job.steps]
+    return {"name": row.where, "parts": [x / DAY for x in row.parts], "best": point(row.save_every), "curve": curve}
 
 
 def run_plan_of(plans: Sequence[Plan], tokens: float, options: RunOptions) -> RunPlan:
@@ -373,7 +371,7 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
     out = job.simulate(every, int(options.trials))
     repeated = out.seconds - productive - out.saving - out.restarting
     copies = replace(job, write=memory, restart=again + memory)
-    price = (options.price or {}).get(chip.name)
+    price = options.price.get(chip.name)
     return RunRow(
         topology=plan.topology or "",
         mesh=mesh_text(plan.sizes),

@@ -14,7 +14,7 @@ from .table import lemma
 @lemma("kernel")
 def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A kernel of the function as it was written: one term for each result."""
-    require(ctx.written, "a kernel within a per-device program")
+    require(not ctx.sizes, "a kernel within a per-device program")
     rels = [ctx.expanded(r, range(len(r.shape))) for r in rels]
     own = eqn.params["kernel"]
     found = ctx.kernels.setdefault((own.name, *(r.term.number for r in rels)), eqn)
@@ -28,8 +28,8 @@ def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 
 def on_blocks(ctx: Context, name: str, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The results of a kernel's local form on blocks: sharded along the dims of each factor as the operands are, and partial over the
-    axes of factors that it does not have. A factor marked ``!`` is not sharded."""
+    """The results of a kernel's local form on blocks: sharded along the dims of each factor as the operands are, and partial
+    over the axes of factors that it does not have. A factor marked ``!`` is not sharded."""
     not_partial(rels, f"kernel {name}")
     rels = [ctx.expanded(r, [d for d, n in enumerate(r.shape) if not r.spec[d]]) for r in rels]
     written = ctx.kernels.get((name, *(r.term.number for r in rels)))
