@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|run-plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``manifest``,
+"""The command line: ``meshpar plan|run-plan|lab|compile|search|calibrate|prove|check|diff TARGET``, and ``launch``, ``manifest``,
 ``checkpoint``, ``tune-kernels``, ``doctor``."""
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ names in the arguments, names are inferred: `meshpar names` shows them.
   meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp_tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar calibrate examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
+  meshpar prove   examples/llama.py:llama3_8b --topology v5p:4x4x8 --layout fsdp
   meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
 """
 START = """\
@@ -138,7 +139,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> N
 
 GROUPS = {
     "Inspect layouts": ("plan", "run-plan", "diff", "search", "lab", "names"),
-    "Verify": ("check", "compile"),
+    "Verify": ("prove", "check", "compile"),
     "Measure on devices": ("calibrate", "tune-kernels"),
     "Run": ("launch", "manifest", "checkpoint"),
     "Environment": ("doctor",),
@@ -388,6 +389,12 @@ def _check_arguments(add: Add) -> None:
     add("--lowering", dest="lowerings", choices=lowerings, default="auto", help="as for plan, or both (%(default)s)")
     add_flags(add, StepOptions, without=["lowering", "donate_argnames"])
     _numbers(add)
+
+
+def _prove_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar prove``."""
+    _machine_and_layout(add)
+    add_flags(add, StepOptions)
 
 
 def _names_arguments(add: Add) -> None:
@@ -663,6 +670,17 @@ def _check(args: argparse.Namespace) -> int:
         text += f"\nIntegers were drawn below {INTS}: --ints=N draws them below N, such as the size of a vocabulary"
     _show(args, report, json.dumps({"ok": report.ok, "rows": rows, "skipped": report.skipped}), text)
     return 0 if report.ok else 1
+
+
+@_command(_prove_arguments, "prove that the per-device program computes the step as written; nothing runs")
+def _prove(args: argparse.Namespace) -> int:
+    """``meshpar prove``: print the proof of the target under a layout; exit status 1 if a result is not proven."""
+    target = _target(args)
+    mesh = _mesh(args, args.mesh, args.topology)
+    layout = _layout(args, target, args.layout, mesh, args.topology)
+    proof = _call(args, mp.prove, target, mesh=mesh, topology=args.topology, layout=layout)
+    _show(args, proof, proof.to_json(), str(proof))
+    return 0 if proof.proven else 1
 
 
 @_command(_diff_arguments, "two plans next to each other: other layouts, or other meshes")

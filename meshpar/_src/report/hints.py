@@ -79,7 +79,7 @@ def attention_hint(plan: Plan) -> str | None:
     takes = f"; the kernels that read or write them take {format_seconds(took)} of the step" if time else ""
     place = f"{'in' if made[0].module else 'at'} {location_of_op(made[0]) or '?'}"
     return (
-        f"attention scores of {format_memory(max(stored))} are stored {place}{takes}. mp.layers.attention computes them in blocks, "
+        f"attention scores of {format_memory(max(stored))} are stored {place}{takes}. mp.layers.attention computes them in chunks, "
         "which it does not store"
     )
 

@@ -319,4 +319,4 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
             results.append(Result(path, "not verified", cause))
         else:
             results.append(Result(path, "proven"))
-    return Proof(tuple(results), walk.proven, walk.failed, walk.unreached, time.process_time() - begin)
+    return Proof(tuple(results), walk.proven, walk.failed, walk.unreached, ctx.assumed, time.process_time() - begin)

@@ -28,8 +28,8 @@ def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 
 def on_blocks(ctx: Context, name: str, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The results of a kernel's local form on blocks: sharded along the dims of each factor as the operands are, and partial over the
-    axes of factors that it does not have. A factor marked ``!`` is not sharded."""
+    """The results of a kernel's local form on blocks: sharded along the dims of each factor as the operands are, and partial
+    over the axes of factors that it does not have. A factor marked ``!`` is not sharded."""
     not_partial(rels, f"kernel {name}")
     rels = [ctx.expanded(r, [d for d, n in enumerate(r.shape) if not r.spec[d]]) for r in rels]
     written = ctx.kernels.get((name, *(r.term.number for r in rels)))

@@ -19,8 +19,8 @@ KINDS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_
 
 @lemma(*KINDS)
 def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Σ over a sharded dim is the sum over devices of the sums of their blocks: partial over its axes. Along a dim where x is constant,
-    Σ is n x."""
+    """Σ over a sharded dim is the sum over devices of the sums of their blocks: partial over its axes. Along a dim where x is
+    constant, Σ is n x."""
     (x,), axes, kind = rels, [int(a) for a in eqn.params["axes"]], KINDS[eqn.primitive.name]
     over = frozenset(a for d in axes for a in x.spec[d])
     require(not x.partial or x.kind == kind, f"{eqn.primitive.name} of a partial {x.kind}", refused=True)
@@ -97,7 +97,7 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     p = eqn.params
     dims = [
         d for d in range(len(rels[0].shape))
-        if (p["window_dimensions"][d], p["window_strides"][d], tuple(p["padding"][d])) != (1, 1, (0, 0))
+        if (p["window_dimensions"][d], p["window_strides"][d], tuple(p["padding"][d]), p["base_dilation"][d]) != (1, 1, (0, 0), 1)
     ]  # fmt: skip
     require(eqn.primitive.name != "reduce_window", "a window with a reduction of its own")
     return carried(ctx, eqn, rels[0], dims, frozen(p))
