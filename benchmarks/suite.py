@@ -156,7 +156,7 @@ BENCHMARKS = (
     Benchmark(
         "plain", "step", "python benchmarks/plain.py", 240, "", "Models without meshpar's options",
         "Step time by the final schedule of models that use no kernel, option or name of meshpar.",
-        needs=("libtpu",),
+        r"8B|12 layers|ViT, fsdp, v5e", needs=("libtpu",),
     ),
     Benchmark(
         "maxtext", "step", "python benchmarks/maxtext.py --overlap xla", 240, "", "MaxText: memory and bytes",
