@@ -6,9 +6,11 @@ arrays where they are read, and keep these until then.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -30,7 +32,11 @@ def _local_kernel(op: LocalOp, *xs: Any) -> list[Any]:
     """The results of the user's local function on this device's shards, and the axes of every factor name."""
     kernel = op.params["kernel"]
     names = kernel.sizes([v.aval.shape for v in op.eqn.invars], [v.aval.shape for v in op.eqn.outvars])
-    first, *others = kernel.on_shards(*xs, axes={f: op.axes_of((i,)) for i, f in enumerate(names)})
+    local = functools.partial(kernel.on_shards, axes={f: op.axes_of((i,)) for i, f in enumerate(names)})
+    local.__name__ = local.__qualname__ = (
+        f"kernel of {kernel.name}"  # by which a proof finds it in the per-device program
+    )
+    first, *others = jax.jit(local)(*xs)
     small = [k for k, x in enumerate(others) if _bytes(x) < MAX_SMALL_FRACTION * _bytes(first)]
     if small:  # perhaps columns of larger, padded arrays: sliced when the arrays are computed, not where they are read
         first, few = lax.optimization_barrier((first, [others[k] for k in small]))

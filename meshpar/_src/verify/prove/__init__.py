@@ -1,0 +1,16 @@
+"""Proof that the per-device program of a step computes the function as it was written, for given shapes and a given mesh.
+
+.. code-block:: text
+
+    term      global values as hash-consed expressions, in a normal form
+    relation  which block, partial value or copy of a global value a device has
+    lemmas    for each op and collective: the relation of the results from the relations of the operands
+    loops     scan, while and cond: invariants
+    walk      the function and the per-device program, equation by equation
+    report    the certificate
+
+The package imports neither rules, planner nor lowering: it shares no code with what it verifies.
+"""
+
+from .report import Proof
+from .walk import prove_program

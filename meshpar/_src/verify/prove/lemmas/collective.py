@@ -1,0 +1,168 @@
+"""Collectives: what they do to a relation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from ..masks import bits_of, image_of
+from ..relation import Context, Rel, out_shape, require
+from .table import lemma
+
+
+def axes_of(eqn: JaxprEqn, ctx: Context) -> tuple[str, ...]:
+    """The mesh axes of a collective, without those of one device."""
+    names: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
+    require(eqn.params.get("axis_index_groups") is None, "groups of devices along an axis")
+    names = names if isinstance(names, tuple) else (names,)
+    require(all(a in ctx.sizes for a in names), "a collective over an axis that is not of the mesh")
+    return tuple(a for a in names if ctx.sizes[a] > 1)
+
+
+def text(axes: Sequence[str]) -> str:
+    return ", ".join(sorted(axes))
+
+
+@lemma("psum", "psum_invariant")
+def psum(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """The sum of a partial value; n times a value that n devices have alike."""
+    axes = axes_of(eqn, ctx)
+    return [summed(ctx, x, axes) for x in rels]
+
+
+def summed(ctx: Context, x: Rel, axes: Sequence[str]) -> Rel:
+    if x.kind == "one*" and x.partial <= set(axes) and bits_of(x.term):  # all bits of the others are 0
+        x = replace(x, kind="sum")
+    require(not x.partial or x.kind == "sum", f"a sum of a partial {x.kind}", refused=True)
+    over = set(axes)
+    sharded = over & (x.sharded - x.partial)
+    require(not sharded, f"a sum over {text(list(sharded))}, over which its operand is sharded", refused=True)
+    require(not over & x.term.axes, "a sum of values that depend on the device")
+    x = replace(x, term=ctx.terms.scale(x.term, Fraction(ctx.size(over - x.partial))))
+    return replace(x, partial=x.partial - over)
+
+
+@lemma("pmax", "pmin")
+def pmax(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """The maximum of a partial maximum; the value itself where all devices have it."""
+    axes, kind, out = frozenset(axes_of(eqn, ctx)), eqn.primitive.name[1:], []
+    for x in rels:
+        image = x.kind == kind + "*" and x.partial <= axes and image_of(ctx.terms, x.term, kind) is not None
+        require(not x.partial & axes or x.kind == kind or image, f"a {kind}imum of a partial {x.kind}", refused=True)
+        require(
+            not axes & (x.sharded | x.term.axes) - x.partial,
+            "an extremum over axes over which it is sharded",
+            refused=True,
+        )
+        left = x.partial - axes
+        out.append(replace(x, partial=left, kind=x.kind if left else "sum"))
+    return out
+
+
+@lemma("all_gather", "all_gather_invariant", "all_gather_reduced")
+def all_gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """The blocks of all devices along axes, one after the other: the dim is no longer sharded over them."""
+    (x,), axes, d = rels, axes_of(eqn, ctx), int(eqn.params["all_gather_dimension"])
+    if eqn.params["tiled"]:
+        return [gathered(x, axes, d, out_shape(eqn))]
+    sharded = [k for k, s in enumerate(x.spec) if s == axes]
+    require(len(sharded) == 1, "an all-gather into a new dim of a value without one dim that is sharded over its axes")
+    whole, (k,), rank = gathered(x, axes, sharded[0], x.shape), sharded, len(x.shape)
+    parts = (*x.term.shape[:k], ctx.size(axes), x.shape[k], *x.term.shape[k + 1 :])
+    order = [n for n in range(rank + 1) if n != k]
+    term = ctx.terms.transpose(ctx.terms.reshape(x.term, parts), [*order[:d], k, *order[d:]])
+    return [x.of(term, out_shape(eqn), [*whole.spec[:d], (), *whole.spec[d:]])]
+
+
+def gathered(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
+    require(not x.partial & set(axes), "an all-gather of a partial value", refused=True)
+    require(not x.term.axes & set(axes), "an all-gather of values that depend on the device")
+    if x.term.shape[d] == 1:
+        return replace(x, shape=shape)
+    have = x.spec[d]
+    fits = have[len(have) - len(axes) :] == axes
+    require(fits, f"an all-gather over {axes} of dim {d}, which is sharded over {have}", refused=True)
+    spec = tuple(s[: len(s) - len(axes)] if k == d else s for k, s in enumerate(x.spec))
+    return replace(x, spec=spec, shape=shape)
+
+
+@lemma("reduce_scatter", "psum_scatter")
+def reduce_scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """The sum of a partial value, of which each device has its block."""
+    (x,), axes, d = rels, axes_of(eqn, ctx), int(eqn.params["scatter_dimension"])
+    require(bool(eqn.params["tiled"]), "a reduce-scatter that drops its dim")
+    return [blocks(summed(ctx, x, axes), axes, d, out_shape(eqn))]
+
+
+def blocks(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
+    """Each device keeps its block of a dim."""
+    require(not set(axes) & x.varying, f"blocks over {text(axes)} of a value that differs along them", refused=True)
+    spec = tuple((*s, *axes) if k == d and x.term.shape[d] != 1 else s for k, s in enumerate(x.spec))
+    return replace(x, spec=spec, shape=shape)
+
+
+@lemma("all_to_all")
+def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """An all-gather of one dim, of which each device keeps its block of another one."""
+    (x,), axes, p = rels, axes_of(eqn, ctx), eqn.params
+    require(bool(p["tiled"]), "an all-to-all that moves a dim")
+    i, j = int(p["split_axis"]), int(p["concat_axis"])
+    n = ctx.size(axes)
+    shape = list(x.shape)
+    shape[j] *= n
+    whole = gathered(x, axes, j, tuple(shape))
+    require(whole.term.shape[j] != 1 or not set(axes) & whole.varying, "an all-to-all of a constant")
+    shape[i] //= n
+    return [blocks(whole, axes, i, tuple(shape))]
+
+
+@lemma("ppermute")
+def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """Each device gets the value of another one: the blocks of the same value in another order, if they are those of a spec."""
+    (x,), axes = rels, eqn.params["axis_name"]
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    source = dict.fromkeys(range(ctx.size(axes)), -1) | {int(t): int(s) for s, t in eqn.params["perm"]}
+    sources = np.array([source[k] for k in range(ctx.size(axes))])
+    require((sources >= 0).all(), "a permutation in which some devices receive zeros")
+    require(not x.partial & set(axes), "a permutation of a partial value")
+    require(not x.term.axes & set(axes), "a permutation of values that depend on the device")
+    spec: list[tuple[str, ...]] = []
+    at = ctx.coordinates(axes)
+    sent = {a: c[sources] for a, c in at.items()}
+    for have in x.spec:
+        inside = [a for a in have if a in axes]
+        if not inside:
+            spec.append(have)
+            continue
+        require(set(have) <= set(axes), "a permutation of some of the axes of a dim")
+        block = np.asarray(ctx.linear(have, sent))
+        candidates = itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1))
+        found = next(
+            (c for c in candidates if ctx.size(c) == ctx.size(have) and (ctx.linear(c, at) == block).all()), None
+        )
+        require(found is not None, "a permutation whose blocks are not those of a spec")
+        assert found is not None
+        spec.append(found)
+    return [replace(x, spec=tuple(spec))]
+
+
+@lemma("axis_index")
+def axis_index(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """The coordinate of the device along an axis."""
+    name = eqn.params["axis_name"]
+    names = name if isinstance(name, tuple) else (name,)
+    require(all(a in ctx.sizes for a in names), "the index along an axis that is not of the mesh")
+    terms, dtype = ctx.terms, eqn.outvars[0].aval.dtype
+    index = terms.literal(0, dtype)
+    for a in names:
+        if ctx.sizes[a] > 1:
+            one = terms.make("axis_index", a, (), (), dtype)
+            scaled = terms.scale(index, Fraction(ctx.sizes[a]))
+            index = one if index.op == "literal" else terms.make("add", (), (scaled, one), (), dtype, sort=True)
+    return [ctx.replicated(index, ())]

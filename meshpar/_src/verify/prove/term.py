@@ -1,0 +1,188 @@
+"""Global values as expressions: an op, its params and its operands, each distinct expression once (hash consing).
+
+A term represents the same array on every device. Its value may depend on mesh coordinates (``axis_index``): such a term is one
+array for each coordinate along ``axes``. Two equal terms are equal arrays; two different terms may be equal arrays that the
+normal form does not identify.
+
+A dim of size 1 in the shape of a term broadcasts, as in NumPy: a term of shape [8, 1] represents the array of shape [8, n],
+whatever n, that is constant along its second dim. So a block of a constant is a constant, and needs no size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+NO_AXES: frozenset[str] = frozenset()
+
+
+class Term:
+    """An expression; see the module.
+
+    Attributes:
+      op: the name of the op, or a leaf: ``input``, ``literal``, ``array``, ``axis_index``, ``carry``, ``elem``.
+      params: of the op; hashable, and independent of the sizes of dims that the op only carries along.
+      args: the operands.
+      shape: sizes; 1 broadcasts.
+      dtype: the name of the dtype.
+      number: the order of creation.
+      axes: the mesh axes on whose coordinates the value depends.
+    """
+
+    __slots__ = ("args", "axes", "dtype", "number", "op", "params", "shape")
+
+    def __init__(
+        self, op: str, params: Hashable, args: tuple[Term, ...], shape: tuple[int, ...], dtype: str, number: int
+    ):
+        self.op, self.params, self.args, self.shape, self.dtype, self.number = op, params, args, shape, dtype, number
+        if op == "axis_index":
+            self.axes: frozenset[str] = frozenset([str(params)])
+        else:
+            self.axes = NO_AXES.union(*(a.axes for a in args)) if args else NO_AXES
+            if op == "gather_block":
+                own: Any = params
+                self.axes |= frozenset(own[0])
+
+    def __repr__(self) -> str:
+        return f"{self.op}#{self.number}"
+
+
+class Terms:
+    """The terms of one proof. Methods return the one term for an expression, in normal form.
+
+    The normal form: operands of commutative ops are sorted; copies, reshapes of reshapes and transposes of transposes are merged;
+    multiplication and division by a number is a ``scale`` by an exact fraction; a matmul has no transposed operands, and an order
+    of operands that does not depend on how it was written.
+    """
+
+    def __init__(self) -> None:
+        self.table: dict[Hashable, Term] = {}
+        self.known: frozenset[int] | set[int] = set()
+
+    def make(
+        self, op: str, params: Hashable, args: Iterable[Term], shape: Sequence[int], dtype: Any, sort: bool = False
+    ) -> Term:
+        """The term of an op; ``sort``: its operands commute."""
+        args = tuple(args)
+        if sort:
+            args = tuple(sorted(args, key=lambda t: t.number))
+        shape, dtype = tuple(map(int, shape)), str(dtype)
+        key = op, params, tuple(a.number for a in args), shape, dtype
+        found = self.table.get(key)
+        if found is None:
+            found = self.table[key] = Term(op, params, args, shape, dtype, len(self.table))
+        return found
+
+    def is_known(self, term: Term) -> bool:
+        """Whether the function as it was written has this value: the better of several relations that all hold."""
+        return term.number in self.known
+
+    def literal(self, value: Any, dtype: Any, rank: int = 0) -> Term:
+        """A number, broadcast to any shape of a rank."""
+        x = np.asarray(value)
+        if str(dtype).startswith(("float", "bfloat")):
+            x = x.astype(np.dtype(dtype)).astype(np.float64)
+        elif str(dtype).startswith("int"):
+            x = x.astype(np.dtype(dtype))
+        number = x.item()
+        return self.make("literal", repr(number), (), (1,) * rank, dtype)
+
+    def array(self, value: Any) -> Term:
+        """A constant array: a literal if all elements are equal."""
+        x = np.asarray(value)
+        if x.size and x.dtype.kind in "fiubV" and (x == x.flat[0]).all():
+            return self.literal(x.flat[0], x.dtype, x.ndim)
+        return self.make("array", (x.shape, x.tobytes()), (), x.shape, x.dtype)
+
+    def reshape(self, x: Term, shape: Sequence[int]) -> Term:
+        """The elements in the same order in another shape."""
+        shape = tuple(map(int, shape))
+        if x.op == "reshape":
+            x = x.args[0]
+        if shape == x.shape:
+            return x
+        if x.op in ("literal", "axis_index_at"):
+            return self.make(x.op, x.params, x.args, shape, x.dtype)
+        return self.make("reshape", None, (x,), shape, x.dtype)
+
+    def transpose(self, x: Term, order: Sequence[int]) -> Term:
+        """Dim ``i`` of the result is dim ``order[i]``. One that moves only dims of size 1 is a reshape."""
+        order = tuple(map(int, order))
+        shape = tuple(x.shape[d] for d in order)
+        if x.op == "transpose":
+            inner: Any = x.params
+            return self.transpose(x.args[0], [inner[d] for d in order])
+        moved = [d for d in order if x.shape[d] != 1]
+        if moved == sorted(moved):
+            return self.reshape(x, shape)
+        return self.make("transpose", order, (x,), shape, x.dtype)
+
+    def scale(self, x: Term, by: Fraction, dtype: Any = None) -> Term:
+        """A number times ``x``, exact in the reals."""
+        if x.op == "scale":
+            inner: Any = x.params
+            return self.scale(x.args[0], inner * by, x.dtype)
+        if x.op == "literal" and x.dtype.startswith(("float", "bfloat")) and math.isfinite(float(str(x.params))):
+            return self.literal(float(Fraction(float(str(x.params))) * by), x.dtype, len(x.shape))
+        return x if by == 1 else self.make("scale", by, (x,), x.shape, x.dtype)
+
+    def expand(self, x: Term, dim: int, size: int) -> Term:
+        """``x``, constant along ``dim``, with ``size`` elements there."""
+        if x.shape[dim] != 1 or size == 1:
+            return x
+        shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+        return self.make("expand", dim, (x,), shape, x.dtype)
+
+    def convert(self, x: Term, dtype: Any) -> Term:
+        """``x`` in another dtype."""
+        dtype = str(dtype)
+        if x.dtype == dtype:
+            return x
+        number = number_of(x)
+        if number is not None and (
+            dtype.startswith(("float", "bfloat")) or (dtype.startswith("int") and "float" not in x.dtype)
+        ):
+            return self.literal(number, dtype, len(x.shape))
+        return self.make("convert", None, (x,), x.shape, dtype)
+
+
+def number_of(term: Term) -> float | int | bool | None:
+    """The number of a literal; None for other terms."""
+    if term.op != "literal":
+        return None
+    text = str(term.params)
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return int(text)
+    except ValueError:
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
+
+def is_zero(term: Term) -> bool:
+    """Whether a term is the literal 0."""
+    return number_of(term) == 0
+
+
+def frozen(value: Any) -> Hashable:
+    """A param of an equation as a hashable value; numbers of NumPy as Python's."""
+    if isinstance(value, dict):
+        return tuple(sorted((k, frozen(v)) for k, v in value.items()))
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return tuple(map(frozen, value))
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.shape, str(value.dtype), value.tobytes()
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value
