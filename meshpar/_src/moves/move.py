@@ -13,6 +13,7 @@ from ..dims import did_you_mean
 from ..global_arrays import place
 from ..pods.names import by_name, nested
 from ..report import Document
+from .between import server
 from .planned import MovePlan
 from .report import move_html, move_renderable, move_title
 from .run import Program
@@ -91,10 +92,51 @@ class Move(MovePlan, Document):
         Raises:
           UnsupportedError: an array that is missing, deleted, or of another shape, dtype or sharding than planned.
         """
-        given = params
-        if self._prepare is not None:
-            params = self._prepare(params)
-        found, back = by_name(params)
+        out, back = self._moved(params)
+        if into is not None:
+            return _written(into, out)
+        if self._renamed:
+            return nested(out)
+        moved = back(out)
+        return _updated(params, moved) if self.donate and self._prepare is None else moved
+
+    def offer(self, params: Any, uuid: int = 0, *, host: str = "127.0.0.1") -> str:
+        """Move a tree, and offer the result to another job, which plans a move to the same shardings and calls :meth:`fetch`.
+
+        The target is a mesh of this job's devices, with the axes and sizes of the mesh in the other job. The arrays stay allocated
+        until they are fetched.
+
+        Args:
+          params: as for a call.
+          uuid: a number that no other pending offer has; ``fetch`` takes the same one.
+          host: the address of this host, as the other one reaches it.
+
+        Returns:
+          The address for ``fetch``.
+
+        Raises:
+          UnsupportedError: JAX has no transfer server, or a job has several processes.
+        """
+        transfers = server(host)
+        transfers.await_pull(uuid, self._moved(params)[0])
+        return transfers.address()
+
+    def fetch(self, address: str, uuid: int = 0, *, into: Any = None, host: str = "127.0.0.1") -> Any:
+        """The tree of the target that another job offers: nested dicts, or ``into`` with its arrays, as of a call.
+
+        Args:
+          address: that :meth:`offer` returned.
+
+        Raises:
+          UnsupportedError: as :meth:`offer`.
+        """
+        shapes = {a.path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.arrays}
+        out = server(host).connect(address).pull(uuid, shapes)
+        return nested(out) if into is None else _written(into, out)
+
+    def _moved(self, params: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
+        """(path in the target → array, the function from these to the tree of ``params``)."""
+        found, back = by_name(params if self._prepare is None else self._prepare(params))
         self._check(found)
         out: dict[str, Any] = {}
         for k, of in enumerate(self.rounds):
@@ -103,18 +145,7 @@ class Move(MovePlan, Document):
                 out.update((a.path, place(found[a.sources[0]], a.sharding, copy=True)) for a in of)
             else:
                 out.update(program(found))
-        if into is not None:
-            has, back_into = by_name(into)
-            missing = [p for p in out if p not in has]
-            if missing:
-                raise UnsupportedError(
-                    f"into= has no `{missing[0]}`", path=missing[0], fixes=did_you_mean(missing[0], has, "arrays")
-                )
-            return _updated(into, back_into({**has, **out}))
-        if self._renamed:
-            return nested(out)
-        moved = back({p: out.get(p, x) for p, x in found.items()})
-        return _updated(given, moved) if self.donate and self._prepare is None else moved
+        return out, back
 
     def _check(self, found: Mapping[str, Any]) -> None:
         """Raise UnsupportedError for an array that is not as it was planned."""
@@ -144,6 +175,18 @@ class Move(MovePlan, Document):
                         f"{planned.spec}", path=path, shape=x.shape,
                         fixes=["leave source= out: the move then starts from the shardings of the arrays"],
                     )  # fmt: skip
+
+
+def _written(into: Any, arrays: Mapping[str, Any]) -> Any:
+    """A module or tree with some of its arrays replaced, by their paths.
+
+    Raises:
+      UnsupportedError: it has no such path.
+    """
+    has, back = by_name(into)
+    if (other := next((p for p in arrays if p not in has), None)) is not None:
+        raise UnsupportedError(f"into= has no `{other}`", path=other, fixes=did_you_mean(other, has, "arrays"))
+    return _updated(into, back({**has, **arrays}))
 
 
 def _updated(x: Any, moved: Any) -> Any:
