@@ -112,7 +112,7 @@ class Triple:
         step, args, how = self.made()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mp.errors.JoinWarning)
-            return mp.plan(step, *args, **how)
+            return mp.plan(step, *args, **how, lowering="shard_map")
 
 
 def on(topology: str, devices: int, *rows: tuple[Any, ...]) -> list[Triple]:

@@ -177,5 +177,5 @@ def test_stored_attention_scores_have_a_hint(fn, stored):
             b.bytes for k in computation_of(plan).kernels for b in k.writes if b.value.elements == 8 * 4 * 512**2
         )
         assert hint.startswith(f"attention scores of {format_memory(shard)} are stored at tests/report/test_hints.py:")
-        assert "mp.layers.attention computes them in blocks" in hint
+        assert "mp.layers.attention computes them in blocks" in hint and "of the step" in hint
         assert "hint attention scores" in " ".join(str(plan).split())

@@ -72,8 +72,8 @@ def jit(
         has none. ``{"act_batch": "batch", "act_emb": None}``.
       lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA
         partitions it, guided by sharding constraints from the plan, whose numbers are then estimates. ``"auto"``, the default:
-        ``"shard_map"``, or ``"jit"`` if an op of the program has no local form; a warning and the plan then name the op and its
-        line.
+        ``"shard_map"``, or ``"jit"`` if an op of the program has no local form (a warning and the plan then name the op and its
+        line), or if the plan under ``"jit"`` is shorter by over 0.5 % (``plan.lowering_reason`` then has the seconds of both).
       overlap: collective-matmul mode of the ``"shard_map"`` lowering, for all-gather → matmul and matmul → reduce-scatter pairs.
         ``"ring"``: chunked, so that each chunk is sent while another is multiplied. ``"xla"``, ``"off"``: as separate collectives.
         ``"auto"``, the default under ``"shard_map"``: the one with less exposed communication by the plan's estimate;
@@ -185,7 +185,9 @@ def init(
     Args:
       create: returns the state (``create(rng)``): trees of arrays, linen variables with metadata, nnx modules and optimizers.
       mesh, layout, and the other options: as in :func:`meshpar.jit`; rules for dims that the state does not have are ignored.
-      dims: patterns over the tree paths of what ``create`` returns.
+      dims: patterns over the tree paths of what ``create`` returns. No names are inferred, as ``create`` does not use what it
+        makes: without names or Flax metadata the state is replicated, with a ReplicatedWarning. :func:`infer_dims` of the
+        step returns them.
 
     Returns:
       A function with the arguments of ``create``, whose results are sharded as the layout says.

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import textwrap
@@ -26,12 +25,12 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import jax
-from rich.console import Console
 from rich.text import Text
 
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from ..console import columns, console_of
 from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
@@ -43,7 +42,7 @@ from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
 from ..progress import Progress, progress_line
-from ..report.document import PLAIN_WIDTH, shown_text
+from ..report.document import shown_text
 from ..report.facts import fits
 from ..report.names import names_table
 from ..report.tables import hanging
@@ -122,13 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_error(error: MeshparError) -> None:
-    """Print an error to stderr; in a terminal the class in red, the fixes in green, and facts and fixes wrapped in their column."""
-    kind, text = type(error).__name__, str(error)
-    if not sys.stderr.isatty():
-        print(f"{kind}: {text}", file=sys.stderr)
-        return
-    console, style = Console(stderr=True, highlight=False), ""
-    head, *lines = text.split("\n")
+    """Print an error to stderr: the class in red, the fixes in green, and facts and fixes wrapped in their column."""
+    kind, console, style = type(error).__name__, console_of(sys.stderr), ""
+    head, *lines = str(error).split("\n")
     console.print(Text.assemble((kind, "bold red"), f": {head}"))
     for line in lines:
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
@@ -138,7 +133,7 @@ def _show_error(error: MeshparError) -> None:
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
     """Print a warning without the line that caused it, which is a line of this module."""
-    print(f"{category.__name__}: {message}", file=sys.stderr)
+    console_of(sys.stderr).print(Text.assemble((category.__name__, "yellow"), f": {message}"))
 
 
 GROUPS = {
@@ -242,17 +237,19 @@ class _CommandParser(argparse.ArgumentParser):
         """The text of ``meshpar --help``: usage, and the commands by group with the first sentence of each description."""
         width = max(map(len, self.commands))
         lines = ["usage: meshpar COMMAND ...", ""]
-        columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+        width_of_help = columns(sys.stdout)
         for group, names in GROUPS.items():
             lines.append(f"{group}:")
             for name in names:
                 about = _first_sentence(self.commands[name].description or "")
-                lines += textwrap.wrap(f"  {name:<{width}}  {about}", columns, subsequent_indent=" " * (width + 4))
+                lines += textwrap.wrap(
+                    f"  {name:<{width}}  {about}", width_of_help, subsequent_indent=" " * (width + 4)
+                )
             lines.append("")
-        lines.append(_Help("meshpar", width=columns)._fill_text(DESCRIPTION, columns, ""))
+        lines.append(_Help("meshpar", width=width_of_help)._fill_text(DESCRIPTION, width_of_help, ""))
         lines += [
             "",
-            _Help("meshpar", width=columns)._fill_text(f"{MORE}\n\n{EXIT}", columns, ""),
+            _Help("meshpar", width=width_of_help)._fill_text(f"{MORE}\n\n{EXIT}", width_of_help, ""),
             "",
         ]
         return "\n".join(lines)
@@ -356,6 +353,7 @@ def _compile_arguments(add: Add) -> None:
     _machine_and_layout(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
     add_flags(add, StepOptions)
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
+    add("--html", metavar="FILE", help="write the comparison with the plan, and the collectives, as an HTML page")
 
 
 def _search_arguments(add: Add) -> None:
@@ -563,18 +561,7 @@ def _compile(args: argparse.Namespace) -> int:
     where = {"mesh": mesh if args.topology else mp.mesh(mesh), "topology": args.topology}
     layout = planned.requested_layout or planned.layout
     compiled = _call(args, mp.compile, target, **where, layout=layout, effort=args.effort, progress=True)
-    own = ("name", "topology", "effort", "capacity", "bytes_sent", "exposed_seconds", "compile_seconds")
-    facts = {
-        **{name: getattr(compiled, name) for name in own},
-        "memory": dataclasses.asdict(compiled.memory),
-        "mesh": planned.sizes,
-        "layout": str(planned.layout),
-        "lowering": planned.lowering,
-        "options": planned.options.to_dict(),
-        "calibration": planned.calibration,
-        "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
-    }
-    _show(args, compiled, json.dumps(facts))
+    _show(args, compiled)
     return 0
 
 
@@ -715,7 +702,7 @@ def _names(args: argparse.Namespace) -> int:
         rows = [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.rows]
         print(json.dumps({"dims": patterns, "names": rows}, indent=2))
     else:
-        Console(highlight=False).print(table.terminal())
+        console_of(sys.stdout).print(table.terminal())
     return 0
 
 

@@ -18,9 +18,10 @@ from ..dims import did_you_mean, format_dims, path_matches
 from ..flax import flatten_named, variables
 from ..global_arrays import is_key
 from ..hardware.chips import Chip
-from ..hardware.topology import chip_of
+from ..hardware.topology import chip_of, described_mesh
 from ..layout import Layout, to_partition_spec
-from ..mesh import mesh as make_mesh
+from ..mesh import planned_mesh
+from ..moves import plan
 from ..moves.move import Move, Side
 from ..moves.plan import MAX_ROUND_SHARE, MovedArray, chunks_of, collectives_of, ordered, rounds_of
 from ..moves.route import Operand, route, spec_of
@@ -63,30 +64,32 @@ def move(
     dtype: Any = None,
     contract: Mapping[str, str | int | tuple[int, ...]] | None = None,
     rename: Rename | None = None,
+    topology: str | None = None,
     donate: bool = False,
 ) -> Move:
     """Plan the move of a tree of arrays to another layout, mesh or step: weights from a trainer to a sampler, keys and values from
     prefill to decoding.
 
-    The result prints what each device sends, over which links, in how many seconds, and the peak memory; calling it runs the move.
-    A device receives only what it needs and does not have, and no array is replicated on the way. On the same devices, that is one
-    all-to-all and one all-gather for each array; on other devices, or where one axis takes the place of another, rounds of permutes.
-    The arrays move in rounds, so that a device needs about a tenth of the tree in addition.
+    The result prints what each device sends, over which links, in how many seconds, and the peak memory; calling it runs the
+    move. A device receives only what it needs and does not have, and no array is replicated on the way. On the same devices,
+    that is one all-to-all and one all-gather for each array; on other devices, or where one axis takes the place of another,
+    rounds of permutes. The arrays move in rounds, so that a device needs about a tenth of the tree in addition.
 
     Args:
       params: arrays or ``jax.ShapeDtypeStruct``; nnx modules too.
-      source: where the tree is: (mesh, layout) or (mesh, layout, dims); a step (:func:`jit`) that was planned or called, of which the
-        tree is an argument, a part of one, or a result; or a tree of shardings. None: the shardings of the arrays. Host arrays
+      source: where the tree is: (mesh, layout) or (mesh, layout, dims); a step (:func:`jit`) that was planned or called, of which
+        the tree is an argument, a part of one, or a result; or a tree of shardings. None: the shardings of the arrays. Host arrays
         are copied from the host.
       target: where it goes, likewise. With (mesh, layout, dims), arrays have these dims there, by their paths in the target:
         ``(mesh, "cache: model", {"*": "batch cache heads head_dim"})``.
       dims: tree-path patterns → dims, for arrays without Flax metadata.
       dtype: cast floating-point arrays to it; or path pattern → dtype. The narrower one is sent.
-      contract: with ``dtype="int8"`` or ``"float8_e4m3fn"``: path pattern → contracted dims, as in :func:`meshpar.layers.quantize`. The
-        matching arrays are quantized where they are, and codes and scales are sent.
-      rename: path → path in the target, where ``*`` represents the same text: ``{"*/wq": "*/query/kernel"}``. A fused array is split by
-        (dim, {path: size}): ``{"*/qkv": ("heads", {"*/q": 32, "*/k": 8, "*/v": 8})}``; arrays are fused by
+      contract: with ``dtype="int8"`` or ``"float8_e4m3fn"``: path pattern → contracted dims, as in
+        :func:`meshpar.layers.quantize`. The matching arrays are quantized where they are, and codes and scales are sent.
+      rename: path → path in the target, where ``*`` represents the same text: ``{"*/wq": "*/query/kernel"}``. A fused array is
+        split by (dim, {path: size}): ``{"*/qkv": ("heads", {"*/q": 32, "*/k": 8, "*/v": 8})}``; arrays are fused by
         ``{("*/q", "*/k", "*/v"): ("heads", "*/qkv")}``, where the dim is a name or a position.
+      topology: of devices that are not attached, ``"v5p:4x4x4"``: meshes that are given as text are over all of it.
       donate: free the arrays of the source, each round its own. Otherwise the peak is at least source plus target.
 
     Returns:
@@ -103,6 +106,7 @@ def move(
       >>> move.bytes_sent == move.bytes_received
       True
     """
+    source, target = (_on_topology(side, topology) for side in (source, target))
     tree, prepare = variables(params), None
     where = _ends(tree, source, dims)
     if contract is None and dtype is not None and not isinstance(dtype, Mapping) and jnp.dtype(dtype) == jnp.int8:
@@ -117,19 +121,28 @@ def move(
     targets = _targets(tree, made, where, target, bool(rename), dims)
     dtypes = _dtypes(arrays, made, dtype)
     chip = _chip(target) or _chip(source)
-    of = _layout_text(source), _layout_text(target)
-    moved = [_moved(path, m, where, targets[path], dtypes[path], of, chip) for path, m in made.items()]
-    most = max(sum(a.before for a in moved), sum(a.after for a in moved)) * MAX_ROUND_SHARE
-    rounds = rounds_of(ordered(_chunked(a, donate, most / 2, of, chip) for a in moved), most)
+    moved = [_moved(path, m, where, targets[path], dtypes[path], chip) for path, m in made.items()]
+    side = max(sum(a.before for a in moved), sum(a.after for a in moved))
+    most = max(MAX_ROUND_SHARE * side, plan.MIN_ROUND_BYTES)
+    rounds = rounds_of(ordered(_chunked(a, donate, most / 4, chip) for a in moved), most)
     first = moved[0]
     sides = [
         Side(dict(s.mesh.shape), text, s.mesh.size)
-        for s, text in zip((first.operands[0].sharding, first.sharding), of, strict=True)
+        for s, text in zip(
+            (first.operands[0].sharding, first.sharding), map(_layout_text, (source, target)), strict=True
+        )
     ]
     return Move(rounds, *sides, donate, bool(rename), chip, prepare)
 
 
 # -- where a tree is
+
+
+def _on_topology(where: Any, topology: str | None) -> Any:
+    """A side whose mesh, given as text, is over a topology."""
+    if topology is None or not isinstance(where, tuple) or not isinstance(where[0], str | Mapping):
+        return where
+    return (described_mesh(dict(planned_mesh(where[0], topology).shape), topology), *where[1:])
 
 
 def _ends(tree: Any, where: Any, dims: DimsPatterns) -> dict[str, _Array]:
@@ -186,7 +199,7 @@ def _of_step(step: Jitted[..., Any], shapes: Mapping[str, tuple[int, ...]]) -> d
         )
     mesh = step.mesh
     if not isinstance(mesh, Mesh) and plan.topology is not None:
-        mesh = make_mesh(dict(mesh.shape), topology=plan.topology)
+        mesh = described_mesh(dict(mesh.shape), plan.topology)
     first = next(iter(shapes))
     for side in (plan.inputs, plan.outputs):
         of = {h.path: h for h in side}
@@ -376,26 +389,29 @@ def _moved(
     where: Mapping[str, _Array],
     to: _Array,
     dtype: Any,
-    layouts: tuple[str, str],
     chip: Chip | None,
 ) -> MovedArray:
     """The array of the target with its route."""
     of = [where[p] for p in made.sources]
     goal = to.sharding
     assert goal is not None
-    names = of[0].dims if of[0].dims == to.dims else f"{of[0].dims} → {to.dims}"
+    names = to.dims if of[0].dims in ("", to.dims) else f"{of[0].dims} → {to.dims}"
     stays = all(x.sharding is not None for x in of) and not is_key(of[0]) and 0 not in to.shape
     operands = tuple(Operand(x.shape, x.sharding or goal, shift) for x, shift in zip(of, made.shifts, strict=True))
     r = route(operands, to.shape, goal) if stays else None
-    array = MovedArray(path, made.sources, names, to.shape, of[0].dtype, dtype, operands, goal, r, 1, False, (), {})
-    return _recorded(array, layouts, chip)
+    array = MovedArray(
+        path, made.sources, names, to.shape, of[0].dtype, dtype, operands, goal, r, (0, 1), False, (), {}
+    )
+    return _recorded(array, chip)
 
 
-def _recorded(array: MovedArray, layouts: tuple[str, str], chip: Chip | None) -> MovedArray:
+def _recorded(array: MovedArray, chip: Chip | None) -> MovedArray:
     """The array with the records of its collectives."""
     if array.route is None:
         return replace(array, links={"host": array.after} if not is_key(array) else {})
-    cause = f"`{layouts[0] or array.operands[0].sharding.spec}` before, `{layouts[1] or array.sharding.spec}` after"
+    names = array.dims.split(" → ")
+    before, after = _rules(names[0], array.operands[0].sharding), _rules(names[-1], array.sharding)
+    cause = f"{before} before, {after} after"
     sent = array.old_dtype if itemsize_of(array.old_dtype) == array.wire else array.dtype
     records, links = collectives_of(
         array.route,
@@ -405,20 +421,28 @@ def _recorded(array: MovedArray, layouts: tuple[str, str], chip: Chip | None) ->
         array.shape,
         str(sent),
         array.wire,
-        array.chunks,
+        array.chunks[1],
         cause,
         chip,
     )
     return replace(array, collectives=records, links=links)
 
 
-def _chunked(array: MovedArray, donate: bool, most: float, layouts: tuple[str, str], chip: Chip | None) -> MovedArray:
+def _rules(dims: str, sharding: NamedSharding) -> str:
+    """The sharding of an array as rules, of the dims that are sharded."""
+    names = dims.split()
+    axes = spec_of(sharding, len(names)) if len(names) >= len(sharding.spec) else ()
+    rules = "; ".join(f"{name}: {'+'.join(of)}" for name, of in zip(names, axes, strict=False) if of)
+    return f"`{rules}`" if rules else f"`{sharding.spec}`" if any(sharding.spec) else "replicated"
+
+
+def _chunked(array: MovedArray, donate: bool, most: float, chip: Chip | None) -> MovedArray:
     """The array in chunks of at most ``most`` bytes, as far as its first dim allows."""
     if array.route is None or max(array.before, array.after) <= most:
         return array
-    chunks = chunks_of(array.route, array.shape, most, max(array.before, array.after))
-    place = donate and chunks > 1 and array.old_dtype == array.dtype and array.before == array.after
-    return _recorded(replace(array, chunks=chunks, in_place=place), layouts, chip)
+    at, count = chunks_of(array.route, most, max(array.before, array.after))
+    place = donate and count > 1 and array.route.replaces(at) and array.old_dtype == array.dtype
+    return _recorded(replace(array, chunks=(at, count), in_place=place), chip)
 
 
 # -- quantization
@@ -427,7 +451,9 @@ def _chunked(array: MovedArray, donate: bool, most: float, layouts: tuple[str, s
 def _quantized(
     tree: Any, where: Mapping[str, _Array], dtype: Any, contract: Mapping[str, Any], dims: DimsPatterns
 ) -> tuple[Any, dict[str, _Array], Callable[[Any], Any]]:
-    """(the quantized tree, where its arrays are, the function that quantizes): scales are sharded as the weight, where it divides."""
+    """(the quantized tree, where its arrays are, the function that quantizes).
+
+    Scales are sharded as the weight, where that divides."""
     names: Any = [(p, x.dims) for p, x in where.items() if x.dims]
     run = partial(quantize, dtype=dtype or "int8", contract=contract, dims=names)
     small = jax.eval_shape(run, tree)

@@ -91,18 +91,17 @@ class Parts:
     """The dims of an array cut into parts, each sharded over at most one prime axis on either side.
 
     Attributes:
-      cut: the sizes of the parts of each dim, major to minor.
+      sizes: of the parts, those of a dim major to minor.
       have, need: prime axis → the number of its part, before and after.
     """
 
-    cut: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
     have: Mapping[str, int]
     need: Mapping[str, int]
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The sizes of all parts."""
-        return tuple(itertools.chain(*self.cut))
+    def local(self, placed: Mapping[str, int]) -> list[int]:
+        """The sizes of the parts on a device, of which ``placed`` are sharded."""
+        return [1 if k in placed.values() else n for k, n in enumerate(self.sizes)]
 
 
 def parts_of(shape: Sequence[int], have: Spec, need: Spec, mesh: Factored) -> Parts | None:
@@ -110,7 +109,7 @@ def parts_of(shape: Sequence[int], have: Spec, need: Spec, mesh: Factored) -> Pa
 
     Given a dim of 32 sharded over x (4) before, and over y (2) after: parts of 2, 2 and 8.
     """
-    cut: list[tuple[int, ...]] = []
+    sizes: list[int] = []
     where: tuple[dict[str, int], dict[str, int]] = ({}, {})
     for n, *entries in zip(shape, have, need, strict=True):
         before, after = (
@@ -121,8 +120,8 @@ def parts_of(shape: Sequence[int], have: Spec, need: Spec, mesh: Factored) -> Pa
         bounds = sorted({1, *ends[0], *ends[1], n})
         if any(b % a for a, b in itertools.pairwise(bounds)):
             return None
-        first = sum(map(len, cut))
+        first = len(sizes)
         for axes, stops, out in zip((before, after), ends, where, strict=True):
             out.update((axis, first + bounds.index(stop) - 1) for axis, stop in zip(axes, stops, strict=True))
-        cut.append(tuple(b // a for a, b in itertools.pairwise(bounds)))
-    return Parts(tuple(cut), *where)
+        sizes += [b // a for a, b in itertools.pairwise(bounds)]
+    return Parts(tuple(sizes), *where)

@@ -42,8 +42,8 @@ class Side:
 class Move(Document):
     """A move of a tree between two layouts or meshes: print it for its plan, call it to run it.
 
-    ``move(params)`` returns the tree of the target, ``move(model, into=sampler)`` writes into an nnx module. Nothing is compiled before
-    the first call; later calls reuse the programs.
+    ``move(params)`` returns the tree of the target, ``move(model, into=sampler)`` writes into an nnx module. Nothing is compiled
+    before the first call; later calls reuse the programs.
 
     Attributes:
       arrays: of the target, in the order in which they are made.
@@ -176,7 +176,8 @@ class Move(Document):
 
         Args:
           params: arrays, in the tree that the move was planned for; nnx modules too.
-          into: an nnx module or a tree that gets the arrays by their paths; arrays of other paths stay. A module is updated in place.
+          into: an nnx module or a tree that gets the arrays by their paths; arrays of other paths stay. A module is updated in
+            place.
 
         Returns:
           The tree on the target: of the same structure, or after ``rename=`` nested dicts; a module is a new one, or with

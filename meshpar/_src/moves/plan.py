@@ -21,6 +21,8 @@ from .route import Operand, Route, joint_elements, spec_of
 
 MAX_ROUND_SHARE = 0.1
 """Fraction of the bytes of a device that a round may need in addition."""
+MIN_ROUND_BYTES = 2**25
+"""Bytes that a round may always need: smaller rounds and chunks would take longer, for little memory."""
 
 LINKS = {"slice": "DCN", "switch": "NVLink", "core": "chip", "": "links"}
 """Dim of a torus stage → the kind of its links in reports; all others are ICI."""
@@ -39,7 +41,7 @@ class MovedArray:
       operands: the arrays of the source.
       sharding: after the move.
       route: how it moves; None: ``jax.device_put`` copies it from host memory, or it is a random key.
-      chunks: of a stacked array, the number of parts along its first dim that are moved sequentially; 1: all at once.
+      chunks: (number of a part of its dims, number of chunks along it that are moved sequentially); (0, 1): all at once.
       in_place: a donated array is replaced chunk by chunk.
       collectives: what a device sends.
       links: kind of link → bytes that a device sends over it: ``ICI``, ``NVLink``, ``DCN``, ``host``, ``links`` if not known.
@@ -54,7 +56,7 @@ class MovedArray:
     operands: tuple[Operand, ...]
     sharding: NamedSharding
     route: Route | None
-    chunks: int
+    chunks: tuple[int, int]
     in_place: bool
     collectives: tuple[Collective, ...]
     links: dict[str, float]
@@ -83,24 +85,26 @@ class MovedArray:
             return 0.0
         if self.route.rounds:
             return 2 * self.wire * max(math.prod(r.shape) for r in self.route.rounds)
-        return 2 * max(self.before, self.after) / self.chunks if self.route.joints or self.chunks > 1 else 0.0
+        return 2 * max(self.before, self.after) / self.chunks[1] if self.route.joints else 0.0
 
 
 def _elements(sharding: NamedSharding, shape: Sequence[int]) -> int:
     return math.prod(local_shape(shape, spec_of(sharding, len(shape)), dict(sharding.mesh.shape)))
 
 
-def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> int:
-    """The number of chunks along the first dim with which no chunk of an array has more than ``most`` bytes, if that dim is
-    sharded on neither side; else 1.
+def chunks_of(route: Route, most: float, size: float) -> tuple[int, int]:
+    """The part of the dims, sharded on neither side, and the number of chunks along it with which no chunk of an array has more
+    than ``most`` bytes, or as few as possible: along the first dim if it is such a part, since an array is then replaced in place.
 
     Args:
       size: bytes of the larger shard.
     """
-    parts = route.parts
-    if parts is None or not shape or parts.cut[0] != (shape[0],) or 0 in (*parts.have.values(), *parts.need.values()):
-        return 1
-    return next((k for k in range(1, shape[0] + 1) if shape[0] % k == 0 and size / k <= most), shape[0])
+    if route.parts is None or not route.joints:
+        return 0, 1
+    sharded = {*route.parts.have.values(), *route.parts.need.values()}
+    free = {k: n for k, n in enumerate(route.parts.sizes) if k not in sharded}
+    fits = {k: next((c for c in range(1, n + 1) if n % c == 0 and size / c <= most), n) for k, n in free.items()}
+    return min(fits.items(), key=lambda x: (size / x[1] > most, x[0]), default=(0, 1))
 
 
 # -- traffic
@@ -118,7 +122,8 @@ def collectives_of(
     """
     if route.rounds:
         return _permutes(route, path, dims, shape, dtype, wire, cause, chip)
-    assert route.parts is not None and route.mesh is not None
+    assert route.parts is not None
+    assert route.mesh is not None
     torus = torus_of(program_mesh(route)) if isinstance(operands[0].sharding.mesh, Mesh) else {}
     of = {name: axis for axis, names in route.mesh.source.items() for name in names}
     records, links = [], Counter[str]()

@@ -16,6 +16,7 @@ from ..report.html import collectives_table
 from ..report.tables import Cell, Table, hanging, number
 from ..report.text import collectives_block
 from ..units import format_bytes, format_memory, format_seconds
+from .plan import LINKS
 
 if TYPE_CHECKING:
     from .move import Move, Side
@@ -36,7 +37,7 @@ def _lines(move: Move) -> Iterator[tuple[str, str]]:
     for name, side in (("source", move.source), ("target", move.target)):
         yield name, _side(side) + f"  {side.layout}" * bool(side.layout)
     took = "" if seconds is None else f" in {format_seconds(seconds)}"
-    over = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in move.links.items())
+    over = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in move.links.items() if kind != LINKS[""])
     yield "sends", f"{format_bytes(move.bytes_sent)} a device{took}" + f": {over}" * bool(over)
     yield "receives", f"{format_bytes(move.bytes_received)} a device: what it needs and does not have"
     yield "rounds", move.rounds_text
@@ -68,8 +69,8 @@ def _arrays(move: Move, colours: AxisColours) -> Table:
         ("after", ""),
         ("dtype", ""),
         ("arrays", "n"),
-        ("per device", "n"),
-        ("then", "n"),
+        ("bytes before", "n"),
+        ("bytes after", "n"),
         ("sends", "n"),
     ]
     return Table(columns, rows, "each device moves")
@@ -84,7 +85,11 @@ def move_renderable(move: Move) -> Any:
     colours = _colours(move)
     head = hanging([(Text(name, "bold"), colours.layout(text)) for name, text in _lines(move)])
     return Group(
-        head, Text(), collectives_block(move, colours, "for the move"), Text(), _arrays(move, colours).terminal()
+        head,
+        Text(),
+        collectives_block(move, colours, "for the move", "move"),
+        Text(),
+        _arrays(move, colours).terminal(),
     )
 
 

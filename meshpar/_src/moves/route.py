@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from ..compat.jax import axes_of_spec
+from ..compat.quirks import before_exchange
 from ..layout import Spec
 from .factored import Factored, Parts, devices_of, factored, parts_of
 
@@ -85,6 +86,19 @@ class Route:
     parts: Parts | None = None
     joints: tuple[Joint, ...] = ()
     rounds: tuple[Round, ...] = ()
+
+    def replaces(self, at: int) -> bool:
+        """Whether a shard may be replaced in place, chunk by chunk along a part of its dims: the chunks are contiguous and as large
+        on either side."""
+        if self.parts is None:
+            return False
+        before, after = (self.parts.local(of) for of in (self.parts.have, self.parts.need))
+        return math.prod(before) == math.prod(after) and math.prod(before[:at]) == math.prod(after[:at]) == 1
+
+    @property
+    def on_cpus(self) -> bool:
+        """Whether its devices are CPUs."""
+        return getattr(self.devices[0], "platform", "") == "cpu"
 
 
 def union_of(*meshes: Any) -> tuple[Any, ...]:
@@ -162,17 +176,14 @@ def joint_elements(
     return out
 
 
-def follow(x: jax.Array, r: Route, shape: Sequence[int]) -> jax.Array:
-    """The local array of the target, of a move by collectives.
+def follow(x: jax.Array, parts: Parts, mesh: Factored, joints: Sequence[Joint], cpu: bool) -> jax.Array:
+    """The local array of the target, of a move by collectives; arrays have one dim for each part.
 
     Args:
-      x: the local array of the source.
-      shape: of the local array of the target.
+      cpu: the devices are CPUs.
     """
-    assert r.parts is not None and r.mesh is not None
-    sharded, numbers = set(r.parts.have.values()), range(len(r.parts.sizes))
-    x = x.reshape([1 if k in sharded else n for k, n in enumerate(r.parts.sizes)])
-    for joint in r.joints:
+    numbers = range(len(parts.sizes))
+    for joint in joints:
         if joint.op == "slice":
             for axis, k in zip(joint.axes, joint.reaches, strict=True):
                 x = lax.dynamic_index_in_dim(x, lax.axis_index(axis), k)
@@ -181,14 +192,14 @@ def follow(x: jax.Array, r: Route, shape: Sequence[int]) -> jax.Array:
         x = x.transpose(*joint.reaches, *rest)
         x = x.reshape(-1, *x.shape[len(joint.reaches) :])  # blocks by the index of the device that they go to
         if joint.op == "all-to-all":
-            x = lax.all_to_all(x, joint.axes, 0, 0, tiled=True)
+            x = lax.all_to_all(before_exchange(x, cpu), joint.axes, 0, 0, tiled=True)
         else:
             x = lax.all_gather(x, joint.axes, axis=0, tiled=True)
-        rest = {k: n for k, n in zip(rest, x.shape[1:], strict=True) if k not in joint.leaves}
-        x = x.reshape(*(r.mesh.sizes[a] for a in joint.axes), *rest.values(), *[1] * len(joint.reaches))
-        order = [*joint.leaves, *rest, *joint.reaches]
+        kept = {k: n for k, n in zip(rest, x.shape[1:], strict=True) if k not in joint.leaves}
+        x = x.reshape(*(mesh.sizes[a] for a in joint.axes), *kept.values(), *[1] * len(joint.reaches))
+        order = [*joint.leaves, *kept, *joint.reaches]
         x = x.transpose([order.index(k) for k in numbers])
-    return x.reshape(tuple(shape))
+    return x
 
 
 # -- permutes
@@ -252,18 +263,17 @@ def _by_rounds(
 
 def _coloured(blocks: Sequence[Any], n: int, rank: int) -> tuple[Round, ...]:
     """The blocks in rounds: each goes to the first round of its shape in which its devices are free."""
-    rounds: dict[Any, list[dict[int, Any]]] = {}  # (operand, shape) → for each round, target → block
+    rounds: dict[Any, list[tuple[set[int], dict[int, Any]]]] = {}  # → for each round, its sources, target → block
     for block in blocks:
         k, s, t, size, *_ = block
         of = rounds.setdefault((k, tuple(size.tolist())), [])
-        free = (r for r in of if t not in r and all(s != b[1] for b in r.values()))
-        chosen = next(free, None)
-        if chosen is None:
-            of.append(chosen := {})
-        chosen[t] = block
+        if (free := next((r for r in of if t not in r[1] and s not in r[0]), None)) is None:
+            of.append(free := (set(), {}))
+        free[0].add(s)
+        free[1][t] = block
     out = []
     for (k, shape), of in rounds.items():
-        for r in of:
+        for _, r in of:
             starts = np.zeros((2, n, rank), int)
             for _, s, t, _, at_source, at_target in r.values():
                 starts[0, s], starts[1, t] = at_source, at_target
@@ -287,7 +297,7 @@ def exchange(xs: Sequence[jax.Array], r: Route, shape: Sequence[int], axes: tupl
         at_source, at_target = ([at[i] for i in range(len(step.shape))] for at in (at_source, at_target))
         block = lax.dynamic_slice(xs[step.operand], at_source, step.shape)
         if any(s != t for s, t in step.pairs):
-            block = lax.ppermute(block, axes, step.pairs)
+            block = lax.ppermute(before_exchange(block, r.on_cpus), axes, step.pairs)
         if len(step.pairs) < len(r.devices):
             gets = np.zeros(len(r.devices), bool)
             gets[[t for _, t in step.pairs]] = True

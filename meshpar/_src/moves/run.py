@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,37 +13,65 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..plan.spec import itemsize_of
+from .factored import Parts
 from .plan import MovedArray, program_mesh
 from .route import exchange, follow
+
+
+def _bits(x: jax.Array, cpu: bool) -> jax.Array:
+    """On CPUs, floats of 8 or 16 bits as integers: XLA's compiler for them sends, slices and writes such floats as float32."""
+    narrow = cpu and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")) if narrow else x
+
+
+def _of_bits(x: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of :func:`_bits`."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def local_move(array: MovedArray, axes: tuple[str, ...]) -> Callable[..., jax.Array]:
     """A function from the shards of a device to its shard of the target, inside a ``shard_map`` over ``axes``."""
     route, shape = array.route, array.sharding.shard_shape(array.shape)
+    old, dtype = jnp.dtype(array.old_dtype), jnp.dtype(array.dtype)
     assert route is not None
-    narrower = array.wire < itemsize_of(array.old_dtype)
 
-    def whole(*xs: jax.Array) -> jax.Array:
-        xs = tuple(x.astype(array.dtype) if narrower else x for x in xs)
-        y = exchange(xs, route, shape, axes) if route.rounds else follow(xs[0], route, shape)
-        return y.astype(array.dtype)
+    def cast(x: jax.Array, before: bool) -> jax.Array:
+        """The bits of an array in the other dtype, on the side on which it is narrower."""
+        if old == dtype or before != (itemsize_of(dtype) < itemsize_of(old)):
+            return x
+        return _bits(_of_bits(x, old).astype(dtype), route.on_cpus)
 
-    def chunked(x: jax.Array) -> jax.Array:
+    def moved(x: jax.Array, parts: Parts) -> jax.Array:
+        """The bits of a shard of the target from those of the source, with one dim for each part."""
+        assert route.mesh is not None
+        x = cast(x, True).reshape(parts.local(parts.have))
+        return cast(follow(x, parts, route.mesh, route.joints, route.on_cpus), False)
+
+    def chunked(x: jax.Array, parts: Parts) -> jax.Array:
         """The chunks one after the other; of a donated array each in place of the one that it was."""
-        assert route.parts is not None
-        count, rows = array.chunks, x.shape[0] // array.chunks
-        part = replace(route, parts=replace(route.parts, cut=((rows,), *route.parts.cut[1:])))
-        one = local_move(replace(array, route=part, chunks=1, shape=(rows, *array.shape[1:])), axes)
-        if not array.in_place:
-            return lax.map(one, x.reshape(count, rows, *x.shape[1:])).reshape(shape)
+        at, count = array.chunks
+        rows = parts.sizes[at] // count
+        part = replace(parts, sizes=tuple(rows if k == at else n for k, n in enumerate(parts.sizes)))
+        # [dims before the part, chunks, other dims]: XLA leaves such arrays in their layout, and copies none
+        sides = [(math.prod(of[:at]), count, -1) for of in (parts.local(parts.have), parts.local(parts.need))]
+        x = x.reshape(sides[0])
 
-        def body(k: jax.Array, buffer: jax.Array) -> jax.Array:
-            y = one(lax.dynamic_index_in_dim(buffer, k, keepdims=False).reshape(rows, *x.shape[1:]))
-            return lax.dynamic_update_index_in_dim(buffer, y.reshape(-1), k, 0)
+        def body(k: jax.Array, out: jax.Array) -> jax.Array:
+            y = moved(lax.dynamic_index_in_dim(out if array.in_place else x, k, 1, keepdims=False), part)
+            return lax.dynamic_update_index_in_dim(out, y.reshape(out.shape[0], -1), k, 1)
 
-        return lax.fori_loop(0, count, body, x.reshape(count, -1)).reshape(shape)
+        empty = _bits(jnp.zeros(shape, dtype), route.on_cpus).reshape(sides[1])
+        return lax.fori_loop(0, count, body, x if array.in_place else empty)
 
-    return chunked if array.chunks > 1 else whole
+    def move(*xs: jax.Array) -> jax.Array:
+        xs = tuple(_bits(x, route.on_cpus) for x in xs)
+        if route.parts is None:
+            y = cast(exchange([cast(x, True) for x in xs], route, shape, axes), False)
+        else:
+            y = (chunked if array.chunks[1] > 1 else moved)(xs[0], route.parts)
+        return _of_bits(y, dtype).reshape(shape)
+
+    return move
 
 
 class Program:

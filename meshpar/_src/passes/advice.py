@@ -26,6 +26,7 @@ from .indivisible import (
     indivisible_dims,
     microbatch_text,
 )
+from .lowering import without_local_form
 from .ranked import plan_without_passes
 
 
@@ -90,8 +91,8 @@ def warn(plan: Plan) -> None:
 
 
 def _lowering(plan: Plan) -> Iterator[str]:
-    """Yields the reason why ``lowering="auto"`` is ``"jit"``, if it is."""
-    if plan.lowering_reason is not None:
+    """Yields the reason why ``lowering="auto"`` is ``"jit"``, if an op has no local form; a shorter step needs no warning."""
+    if plan.lowering_reason is not None and without_local_form(plan) is not None:
         yield f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
 
 

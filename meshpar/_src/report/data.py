@@ -92,7 +92,7 @@ def memory_picture(plan: Plan) -> str:
     ]
     capacity = None if plan.chip is None else plan.chip.per_device().hbm
     data = {"roles": [[role, ROLE_CLASSES[role]] for role in roles], "points": points, "capacity": capacity}
-    return html_picture("drawMemory", "live bytes over the ops of a step", data)
+    return html_picture("drawMemory", "live bytes over the kernels of a step", data)
 
 
 def roofline_picture(plan: Plan) -> str:

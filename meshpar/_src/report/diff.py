@@ -30,7 +30,7 @@ from .facts import (
     lowering_text,
     rule_effects,
 )
-from .tables import Cell, Table, code, hanging, html_picture, number
+from .tables import Cell, Table, code, hanging, html_picture, number, prose
 from .timeline import MIN_SHARE, step_bounds
 from .torus import torus_picture
 
@@ -259,7 +259,7 @@ def time_comparison(d: PlanDiff, most: int = 4) -> str:
     rows.sort(key=lambda row: -abs(row[3].value or 0.0))
     table = Table([("part of the step", ""), ("pinned", "n"), ("this plan", "n"), ("difference", "n")], rows)
     about = '<p class="dim">The parts overlap: their differences need not add up to the difference of the step.</p>'
-    causes = "".join(f"<li>{format_seconds(s)}: {escape(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
+    causes = "".join(f"<li>{format_seconds(s)}: {prose(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
     return (about + table.html() if rows else "") + (
         f"<h3>takes longer in {'this' if longer > 0 else 'the pinned'} plan</h3><ul>{causes}</ul>" if causes else ""
     )

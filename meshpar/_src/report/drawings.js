@@ -211,7 +211,7 @@ function layerNodes({ inputs, weights, steps, dims }) {
     const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
     const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
     return {
-      name: (node.ops.length && (common < 0 ? "" : path.slice(common).at(-1))) || main?.op || "", part: node.ops.length > 0,
+      name: (node.ops.length && (common < 0 ? "" : path.slice(common).at(-1))) || (!node.path && (main?.op !== "add" || node.weights.size) && main?.title) || main?.op || "", part: node.ops.length > 0,
       about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : "", gates: node.sends.map(gate),
       weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
       sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),
@@ -246,7 +246,9 @@ function layerPicture(place, nodes) {
   const dimLines = (lines, x, y, anchor) => lines.map((line, k) => {
     const text = make("text", { x, y: y + LINE * k, "font-size": 10, "font-family": FONT, "text-anchor": anchor, class: "dims" });
     line.forEach((word, i) => text.append(make("tspan", { fill: word.c === "cn" ? "var(--dim)" : ink(word.c), "font-weight": word.c === "cn" ? 400 : 700 }, (i ? " " : "") + word.text)));
-    return text;
+    if (anchor !== "middle") return text;
+    const length = (line.map((word) => word.text).join(" ").length + 1) * CHAR; // over a wire, which is not to be seen between its words
+    return make("g", {}, make("rect", { x: x - length / 2, y: y + LINE * k - 10, width: length, height: LINE, fill: "var(--page)" }), text);
   });
   function pill(gate, x, y, width) {
     const fill = ink(gate.colour), lit = gate.hidden ? `color-mix(in srgb, ${fill} 30%, var(--page))` : fill;

@@ -63,25 +63,25 @@ def attention_hint(plan: Plan) -> str | None:
     """
     flow, time = plan.program.cached(elementwise_flow), time_of(plan)
     exponentials = {v for op in plan.program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
+    made, scores = list[Op](), set[Value]()
     for op in plan.program.root.walk():
         if op.name != "dot_general" or op.primitive.matmul_dims is None:
             continue
         batch, *sides, contracted = op.primitive.matmul_dims(op.eqn, *(v.aval.shape for v in op.eqn.invars[:2]))
-        if batch == 1 or min(sides) <= contracted or exponentials.isdisjoint(flow.after(op.outs)):
-            continue
-        same = {v for v in flow.spread(op.outs, ()) if v.elements == op.outs[0].elements}
-        kernels = [k for k in kernels_of(computation_of(plan)) if any(b.value in same for b in (*k.reads, *k.writes))]
-        stored = [b for k in kernels for b in k.writes if b.value in same]
-        if not stored:
-            continue
-        took = sum(t.seconds * t.count for k in kernels if (t := kernel_times(plan).get(k)))
-        takes = f", whose kernels take {format_seconds(took)} of the step" if time else ""
-        place = f"{'in' if op.module else 'at'} {location_of_op(op) or '?'}"
-        return (
-            f"attention scores of {format_memory(max(b.bytes for b in stored))} are stored {place}{takes}: mp.layers.attention "
-            "computes them in blocks and does not store them"
-        )
-    return None
+        if batch > 1 and min(sides) > contracted and not exponentials.isdisjoint(flow.after(op.outs)):
+            made.append(op)
+            scores |= {v for v in flow.spread(op.outs, ()) if v.elements == op.outs[0].elements}
+    kernels = [k for k in kernels_of(computation_of(plan)) if any(b.value in scores for b in (*k.reads, *k.writes))]
+    stored = [b.bytes for k in kernels for b in k.writes if b.value in scores]
+    if not stored:
+        return None
+    took = sum(t.seconds * t.count for k in kernels if (t := kernel_times(plan).get(k)))
+    takes = f"; the kernels that read or write them take {format_seconds(took)} of the step" if time else ""
+    place = f"{'in' if made[0].module else 'at'} {location_of_op(made[0]) or '?'}"
+    return (
+        f"attention scores of {format_memory(max(stored))} are stored {place}{takes}. mp.layers.attention computes them in blocks, "
+        "which it does not store"
+    )
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:

@@ -22,7 +22,7 @@ from .facts import RuleEffect
 from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
-from .tables import GROUP, Cell, Table, code, html_picture, key, number
+from .tables import GROUP, Cell, Table, code, html_picture, key, number, prose
 from .timeline import slowest_kernel, step_bounds, step_shares
 from .torus import TORUS, torus_picture
 
@@ -33,16 +33,18 @@ NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. A collective over several axes has the colour of the first."
 PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
 RULES = (
-    "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
+    "Rules in order: an axis goes to the first rule whose dim is present{}. Point at a rule to highlight the arguments that "
     "it shards."
 )
+BY_COST = "; among the dims of an op, to the one with which the op sends the fewest bytes"
 COLLECTIVES = "By the rule that causes them. Bytes are sent by each device. Click a heading to sort."
 TIMELINE = (
     "Kernels wait for exposed communication; hidden communication (paler) overlaps with them. A loop with narrow iterations is one "
     "box, as high as the lane is busy. Drag, or use the buttons or the keys + − 0, to zoom; point at a box for its line."
 )
 MEMORY = (
-    "Live bytes after each op of a step, by kind; each loop body once. Point at it, or press the arrow keys, for an op."
+    "Live bytes after each kernel of a step, by kind. The horizontal axis is the order of the kernels, not time: each has the same "
+    "width, and the body of a loop is shown once. Point at it, or press the arrow keys, for a kernel."
 )
 ROOFLINE = "FLOP/s of the estimate, recomputation included; for the step, waiting included. Larger circles take more of the step."
 """The content of the sections of a page."""
@@ -76,7 +78,7 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Pipeline", pipelines_html(plan), PIPELINE),
         ("Memory per device", memory_curve(plan), MEMORY),
         ("Roofline", roofline_picture(plan), ROOFLINE),
-        ("Rules", rules_table(plan, colours), RULES),
+        ("Rules", rules_table(plan, colours), RULES.format(BY_COST * bool(plan.layout.by_cost))),
         ("Layer", layer_picture(plan, colours), LAYER),
         ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
@@ -333,7 +335,7 @@ def collectives_table(
         c = group.first
         op = Cell(c.op, markup=f"<b>{c.op}</b><br>{colours.axes(c.axes).markup}")
         dims = f'<code>{escape(c.dims or "(scalar)")}</code><br><span class="dim">{escape(c.dtype)}</span>'
-        cause = f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
+        cause = f"{prose(c.explanation)}<br><code>{escape(group.location)}</code>"
         return [op, *group.cells()[: 3 + timed], Cell("", markup=dims), Cell("", markup=cause, css="why")]
 
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed]

@@ -617,7 +617,8 @@ function drawMemory(place, data) {
   const stack = make("div", { class: "stack", "aria-hidden": "true" }, ...kinds.filter(([, , size]) => size).map(([role, css, size]) =>
     make("i", { class: css, style: `flex:${size} 0 0`, title: `${role} ${memoryText(size)}` })));
   const legend = make("div", { class: "key" }, ...kinds.map(([role, css, size]) => make("span", { class: css }, make("i", {}), `${role} ${size ? memoryText(size) : "0"}`)));
-  place.prepend(plot, strip, make("h3", {}, `the peak${points[peak].source ? ` at ${points[peak].source}` : ""}`), stack, legend);
+  const axis = make("div", { class: "order dim" }, `${n} kernels, in the order in which they run →`);
+  place.prepend(plot, strip, axis, make("h3", {}, `the peak${points[peak].source ? ` at ${points[peak].source}` : ""}`), stack, legend);
   const tip = tooltip(place);
   const show = (k) => {
     const { phase, name, source, bytes } = points[k], box = plot.getBoundingClientRect(), mid = box.left + (box.width * (k + 0.5)) / n;

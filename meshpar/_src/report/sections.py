@@ -17,6 +17,7 @@ from ..units import format_seconds
 from .colours import AxisColours
 from .facts import arrivals_text, grouped
 from .hints import attention_hint, exchange_hints, memory_hints
+from .tables import prose
 
 MAX_OVERLAP_ROWS = 8
 MIN_REPORTED_SHARE = 0.05
@@ -47,8 +48,8 @@ class Line:
     def html(self) -> str:
         """The line as an item of a list, with a list of the lines below it."""
         kind = f'<b class="kind">{escape(self.kind.strip())}</b> ' if self.kind else ""
-        below = "".join(f"<li>{escape(line)}</li>" for line in self.below)
-        return f"<li>{kind}{escape(str(self.text).strip())}{below and f'<ul>{below}</ul>'}</li>"
+        below = "".join(f"<li>{prose(line)}</li>" for line in self.below)
+        return f"<li>{kind}{prose(str(self.text).strip())}{below and f'<ul>{below}</ul>'}</li>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Section:
 
     def html(self) -> str:
         """The section without its title."""
-        head = f"<p>{escape(': '.join(filter(None, (self.head, self.summary))))}</p>" if self.head else ""
+        head = f"<p>{prose(': '.join(filter(None, (self.head, self.summary))))}</p>" if self.head else ""
         lines = "".join(line.html() for line in self.lines)
         return head + (f"<ul>{lines}</ul>" if lines else "")
 

@@ -206,11 +206,12 @@ def memory_bar(peak: float, capacity: float) -> Text:
     return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
 
 
-def collectives_block(plan: facts.Sending, colours: AxisColours, when: str = "a step") -> Any:
+def collectives_block(plan: facts.Sending, colours: AxisColours, when: str = "a step", name: str = "plan") -> Any:
     """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below.
 
     Args:
       when: follows what a device sends.
+      name: of the variable that has the report.
     """
     groups = facts.collective_groups(plan.collectives)
     if not groups:
@@ -225,7 +226,7 @@ def collectives_block(plan: facts.Sending, colours: AxisColours, when: str = "a 
         small = CollectiveGroup(tuple(c for g in groups[len(shown) :] for c in g.members))
         total, calls, _, seconds = (cell.text for cell in small.cells())
         rest = "shorter ones" if timed else "smaller ones"
-        table.append((rest, "", total, calls, "", seconds, 'plan.save("plan.html") lists them'))
+        table.append((rest, "", total, calls, "", seconds, f'{name}.save("{name}.html") lists them'))
     widths = [max(len(row[i]) for row in table) for i in range(6)]
     took = f", in {format_seconds(every.seconds)}" if timed else ""
     at_least = "at least " * bool(plan.uncounted_loops)

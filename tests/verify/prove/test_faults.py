@@ -34,13 +34,13 @@ DIMS = {"params/up": "embed mlp", "params/down": "mlp embed", "params/bias": "ml
 
 
 def mlp(layout):
-    where = {"mesh": "data=4, model=2", "layout": layout, "dims": DIMS}
+    where = {"mesh": mp.mesh("data=2, model=4"), "layout": layout, "dims": DIMS}
     return mp.plan(mlp_step, PARAMS, S((32, 64), jnp.float32), **where)
 
 
 def tiny_llama(layout):
-    step, args, dims = llama.tiny(attention="xla")
-    return mp.plan(step, *args, mesh="data=4, model=2", layout=llama.LAYOUTS[layout], dims=dims)
+    step, args, dims = llama.tiny(attention="xla", heads=8, kv_heads=4)
+    return mp.plan(step, *args, mesh=mp.mesh("data=2, model=4"), layout=llama.LAYOUTS[layout], dims=dims)
 
 
 CASES = {

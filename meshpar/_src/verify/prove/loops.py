@@ -103,7 +103,7 @@ def starts_as(init: Rel, guess: Rel) -> bool:
     spec = all(a == b or n == 1 for a, b, n in zip(init.spec, guess.spec, init.term.shape, strict=True))
     if init.partial == guess.partial:
         return spec and (not init.partial or init.kind == guess.kind)
-    idempotent = guess.kind != "sum" and not guess.partial & init.varying
+    idempotent = guess.kind in ("max", "min") and not guess.partial & init.varying
     return spec and not init.partial and (idempotent or (guess.kind == "sum" and is_zero(init.term)))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .relation import Context, Rel, Unverified, require
-from .term import Term, is_zero, number_of
+from .term import Term, Terms, is_zero, number_of
 
 MAX_VALUES = 1 << 25
 """Evaluated elements; a larger table is not verified."""
@@ -165,15 +165,16 @@ def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
     for x, zero, wanted in ((cases[1], cases[0], True), (cases[0], cases[1], False)):
         if not axes or not is_zero(zero.term) or rel.partial & axes or axes & x.sharded:
             continue
+        kind = "one" if zero.term.params == "-0.0" and not rel.partial else "sum"
         if not leaves(condition.term) and not axes & x.term.axes and all(n == 1 for n in condition.term.shape):
             names, chosen = table(ctx, condition.term)
             if (chosen == wanted).sum() == 1:
                 assert frozenset(names) == axes
-                return replace(rel, term=x.term, spec=x.spec, partial=rel.partial | axes)
+                return replace(rel, term=x.term, spec=x.spec, partial=rel.partial | axes, kind=kind)
         if wanted and x.term.op == "gather_block" and x.term.axes <= axes | x.term.args[0].axes:
             term = owned_gather(ctx, condition, x)
             if term is not None:
-                return replace(rel, term=term, partial=rel.partial | axes)
+                return replace(rel, term=term, partial=rel.partial | axes, kind=kind)
     return None
 
 
@@ -267,3 +268,50 @@ def sharded_start(ctx: Context, start: Term, n: int, total: int) -> tuple[str, .
         return None
     order = order_of(ctx, axes, np.clip(offsets, 0, total - n), n)
     return None if order is None or order[1] or ctx.size(axes) * n != total else order[0]
+
+
+def ordered(terms: Terms, x: Term, kind: str) -> Term:
+    """The integers that are in the order of floats, of ``x``; NaN is the largest (of a minimum: the smallest) of them."""
+    dtype = f"int{8 * np.dtype(x.dtype).itemsize}"
+    n = flipped(terms, terms.make("bitcast", None, (x,), x.shape, dtype))
+    nan = terms.make("ne", (), (x, x), x.shape, "bool")
+    limit = np.iinfo(dtype).max if kind == "max" else np.iinfo(dtype).min
+    return terms.make("select_n", (), (nan, n, terms.literal(limit, dtype, len(x.shape))), x.shape, dtype)
+
+
+def flipped(terms: Terms, n: Term) -> Term:
+    """Integers whose order is that of the floats with these bits: of negative numbers, all bits except the sign are inverted."""
+    rank = len(n.shape)
+    negative = terms.make("lt", (), (n, terms.literal(0, n.dtype, rank)), n.shape, "bool")
+    largest = terms.literal(np.iinfo(n.dtype).max, n.dtype, rank)
+    inverted = terms.make("xor", (), (n, largest), n.shape, n.dtype, sort=True)
+    return terms.make("select_n", (), (negative, n, inverted), n.shape, n.dtype)
+
+
+def image_of(terms: Terms, term: Term, kind: str) -> Term | None:
+    """The x of which a term is :func:`ordered`."""
+    if term.op != "select_n" or term.args[0].op != "ne":
+        return None
+    x = term.args[0].args[0]
+    return x if term is ordered(terms, x, kind) else None
+
+
+def unordered(terms: Terms, term: Term, dtype: str) -> Term | None:
+    """The x of dtype ``dtype`` of which a term is :func:`flipped` :func:`ordered`: its bits are those of x."""
+    if term.op != "select_n" or term.args[0].op != "lt":
+        return None
+    n = term.args[1]
+    x = image_of(terms, n, "max") or image_of(terms, n, "min")
+    return x if x is not None and x.dtype == dtype and term is flipped(terms, n) else None
+
+
+def bits_of(term: Term) -> bool:
+    """Whether a term is the bits of floats with the sign inverted: of the neutral element of addition, -0.0, all bits are 0."""
+    if term.op != "xor":
+        return False
+    for x, sign in (term.args, term.args[::-1]):
+        if x.op == "bitcast" and x.args[0].dtype.startswith(("float", "bfloat")):
+            width = 8 * np.dtype(x.args[0].dtype).itemsize
+            if number_of(sign) == 1 << (width - 1) and x.dtype == f"uint{width}":
+                return True
+    return False

@@ -40,7 +40,8 @@ class Rel:
       shape: of the per-device value.
       spec: for each dim, the axes over which it is sharded; () where ``term`` is constant along the dim.
       partial: the axes over which the value is to be reduced.
-      kind: by which reduction: ``sum``, ``max``, ``min``; for booleans ``max`` is ``or``.
+      kind: by which reduction: ``sum``, ``max``, ``min``; for booleans ``max`` is ``or``. ``one``: a sum in which one device of a group
+        has the value, and the others -0.0. With ``*``: an elementwise function of such a value.
     """
 
     term: Term

@@ -82,14 +82,14 @@ class Terms:
         return term.number in self.known
 
     def literal(self, value: Any, dtype: Any, rank: int = 0) -> Term:
-        """A number, broadcast to any shape of a rank; 0.0 and -0.0 are one."""
+        """A number, broadcast to any shape of a rank."""
         x = np.asarray(value)
         if str(dtype).startswith(("float", "bfloat")):
             x = x.astype(np.dtype(dtype)).astype(np.float64)
         elif str(dtype).startswith("int"):
             x = x.astype(np.dtype(dtype))
         number = x.item()
-        return self.make("literal", repr(number + 0 if isinstance(number, float) else number), (), (1,) * rank, dtype)
+        return self.make("literal", repr(number), (), (1,) * rank, dtype)
 
     def array(self, value: Any) -> Term:
         """A constant array: a literal if all elements are equal."""

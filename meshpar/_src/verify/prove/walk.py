@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
@@ -26,6 +27,11 @@ CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 KERNEL = "kernel of "
 """Prefix of the name of a call that is the local form of a kernel."""
+
+
+def as_sum(r: Any) -> Any:
+    """The relation, of kind ``one`` as the sum that it is."""
+    return replace(r, kind="sum") if isinstance(r, Rel) and r.kind == "one" else r
 
 
 class Walk:
@@ -71,7 +77,7 @@ class Walk:
         body = next((eqn.params[k] for k in CALLS if k in eqn.params), None)
         try:
             if special is not None:
-                return special(eqn, list(rels))
+                return special(eqn, list(map(as_sum, rels)))
             if name in SAME:
                 self.count(eqn, "elementwise")
                 return list(rels)
@@ -91,7 +97,8 @@ class Walk:
                 self.unreached += self.counting and not self.ctx.written
                 return [unknown] * len(eqn.outvars)
             require(name in LEMMAS, "no lemma")
-            out = LEMMAS[name](self.ctx, eqn, [r for r in rels if isinstance(r, Rel)])
+            known = [r if name == "bitcast_convert_type" else as_sum(r) for r in rels if isinstance(r, Rel)]
+            out = LEMMAS[name](self.ctx, eqn, known)
             for r, var in zip(out, eqn.outvars, strict=True):
                 assert r.shape == tuple(var.aval.shape), (name, r, var.aval)
                 if self.ctx.written:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ..masks import bits_of, image_of
 from ..relation import Context, Rel, out_shape, require
 from .table import lemma
 
@@ -36,6 +37,8 @@ def psum(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 
 def summed(ctx: Context, x: Rel, axes: Sequence[str]) -> Rel:
+    if x.kind == "one*" and x.partial <= set(axes) and bits_of(x.term):  # all bits of the others are 0
+        x = replace(x, kind="sum")
     require(not x.partial or x.kind == "sum", f"a sum of a partial {x.kind}", refused=True)
     over = set(axes)
     sharded = over & (x.sharded - x.partial)
@@ -50,7 +53,8 @@ def pmax(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The maximum of a partial maximum; the value itself where all devices have it."""
     axes, kind, out = frozenset(axes_of(eqn, ctx)), eqn.primitive.name[1:], []
     for x in rels:
-        require(not x.partial & axes or x.kind == kind, f"a {kind}imum of a partial {x.kind}", refused=True)
+        image = x.kind == kind + "*" and x.partial <= axes and image_of(ctx.terms, x.term, kind) is not None
+        require(not x.partial & axes or x.kind == kind or image, f"a {kind}imum of a partial {x.kind}", refused=True)
         require(
             not axes & (x.sharded | x.term.axes) - x.partial,
             "an extremum over axes over which it is sharded",

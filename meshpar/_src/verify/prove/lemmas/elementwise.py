@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..masks import resolved
+from ..masks import resolved, unordered
 from ..relation import Context, Rel, Spec, not_partial, out_dtype, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .table import lemma
@@ -71,8 +71,29 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     name = eqn.primitive.name
     if out_dtype(eqn) == np.bool_ and name in ("or", "and"):
         return monotone(ctx, eqn, rels, "max" if name == "or" else "min")
+    if name == "ne" and rels[0] == rels[1] and rels[0].kind in ("max", "min"):  # isnan
+        return applied(ctx, eqn, rels, replace(rels[0], kind=rels[0].kind + "*") if rels[0].partial else None)
+    if name == "xor":  # x ^ n ^ n = x
+        for x, n in (rels, rels[::-1]):
+            if number_of(n.term) is not None and x.term.op == "xor" and not n.shape and not x.partial:
+                bits = ctx.terms.reshape(n.term, (1,) * len(x.shape))
+                left = [a for a in x.term.args if a is not bits]
+                if len(left) == 1:
+                    return [replace(x, term=left[0])]
+    if any(r.kind.endswith("*") for r in rels):
+        return applied(ctx, eqn, rels, image(rels))
     not_partial(rels, name)
     return applied(ctx, eqn, rels)
+
+
+def image(rels: Sequence[Rel]) -> Rel:
+    """The first of the operands of kind ``max*``: values f(x) of a partial maximum x, whose maximum is only known for the f of
+    :func:`masks.ordered`, or that devices add of :func:`masks.bits_of`. All are images of values that are partial over the same axes, along which the others do not vary."""
+    some = [r for r in rels if r.partial]
+    for r in rels:
+        same = (r.partial, r.kind) == (some[0].partial, some[0].kind) if r.partial else not r.varying & some[0].partial
+        require(same, "images of different partial values", refused=True)
+    return some[0]
 
 
 @lemma("add", "add_any", "sub")
@@ -173,15 +194,25 @@ def bitcast(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The bits of an element; the cast back gives the element."""
     (x,) = rels
     require(len(out_shape(eqn)) == len(x.shape), "a bitcast between widths")
+    ordered = unordered(ctx.terms, x.term, str(out_dtype(eqn)))
+    if ordered is not None and not x.partial:
+        return [replace(x, term=ordered)]
     if x.term.op == "bitcast" and x.term.args[0].dtype == str(out_dtype(eqn)):
-        return [replace(x, term=x.term.args[0])]
-    require(not x.partial or x.kind == "bits", "the bits of a partial value", refused=True)
-    return [replace(x, term=ctx.terms.make("bitcast", None, (x.term,), x.term.shape, out_dtype(eqn)))]
+        return [replace(x, term=x.term.args[0], kind=x.kind.rstrip("*"))]
+    return [
+        replace(
+            x,
+            kind=x.kind + "*" * bool(x.partial),
+            term=ctx.terms.make("bitcast", None, (x.term,), x.term.shape, out_dtype(eqn)),
+        )
+    ]
 
 
 @lemma("select_n")
 def select(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """where(c, Σ x, Σ y) = Σ where(c, x, y), of a condition that is not partial."""
+    if any(r.kind.endswith("*") for r in rels):
+        return applied(ctx, eqn, rels, image(rels))
     not_partial(rels[:1], "a condition")
     partial = summed(rels[1:], "a choice") if all(r.kind == "sum" for r in rels[1:]) else None
     require(partial is not None or not any(r.partial for r in rels[1:]), "a choice of partial extrema")

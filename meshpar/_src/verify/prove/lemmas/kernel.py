@@ -14,7 +14,7 @@ from .table import lemma
 @lemma("kernel")
 def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A kernel of the function as it was written: one term for each result."""
-    require(ctx.written, "a kernel within a per-device program")
+    require(not ctx.sizes, "a kernel within a per-device program")
     rels = [ctx.expanded(r, range(len(r.shape))) for r in rels]
     own = eqn.params["kernel"]
     found = ctx.kernels.setdefault((own.name, *(r.term.number for r in rels)), eqn)
