@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from agreement import TRIPLES
 from rich.console import Console
 from tables import Table
 
 import meshpar as mp
-from agreement import TRIPLES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import generate
+import long_context
+
 import gpt3_bert_vit
 import llama
-import long_context
 
 
 def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
@@ -40,7 +41,7 @@ def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
         return mp.plan(step, *args, layout=layout, mesh=mesh, topology=topology, dims=dims)
 
     large = "data=128, model=8", "v5p:8x8x16"
-    for name in ("fsdp+tensor", "fsdp+tensor+sequence"):
+    for name in ("fsdp_tensor", "sequence_parallel"):
         yield f"llama31_405b {name}", lambda name=name: plan(llama.llama31_405b(), llama.LAYOUTS[name], *large)
     pipeline = "batch: data; vocab: stage; layers: stage"
     yield "llama3_8b pipeline", lambda: plan(llama.llama3_8b(), pipeline, "stage=8, data=16", "v5p:4x4x8")
@@ -55,7 +56,7 @@ def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
         yield f"llama3_8b_decode {name}", lambda where=where: plan(generate.llama3_8b_decode(), *where)
     for name in ("gpt3_175b", "bert_base", "vit_22b"):
         target, layout = getattr(gpt3_bert_vit, name), "batch: data; heads, mlp: model; embed: data"
-        yield f"{name} fsdp+tensor", lambda target=target, layout=layout: plan(target(), layout, *large)
+        yield f"{name} fsdp_tensor", lambda target=target, layout=layout: plan(target(), layout, *large)
 
 
 def main() -> None:
