@@ -17,17 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from agreement import TRIPLES
 from rich.console import Console
 from tables import Table
 
 import meshpar as mp
-from agreement import TRIPLES
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import generate
+import long_context
+
 import gpt3_bert_vit
 import llama
-import long_context
 
 
 def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
