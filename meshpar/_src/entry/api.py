@@ -630,7 +630,7 @@ def calibrate(
 
 
 def _layout_and_mesh(fn: Callable[..., Any], layout: Any, mesh: Meshes, api: str) -> tuple[Any, Meshes]:
-    """The layouts and meshes that a function runs under; without a layout those of a ``Jitted``.
+    """The layouts and meshes that a function runs under; a ``Jitted`` has its own, where no layout is given.
 
     Raises:
       UnsupportedError: a function without a layout.

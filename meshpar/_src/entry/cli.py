@@ -676,8 +676,7 @@ def _check(args: argparse.Namespace) -> int:
 def _prove(args: argparse.Namespace) -> int:
     """``meshpar prove``: print the proof of the target under a layout; exit status 1 if a result is not proven."""
     target = _target(args)
-    mesh = _mesh(args, args.mesh, args.topology)
-    layout = _layout(args, target, args.layout, mesh, args.topology)
+    mesh, layout = _where(args, target, args.mesh, args.topology, args.layout)
     proof = _call(args, mp.prove, target, mesh=mesh, topology=args.topology, layout=layout)
     _show(args, proof, proof.to_json(), str(proof))
     return 0 if proof.proven else 1
@@ -767,12 +766,19 @@ def _call(args: argparse.Namespace, api: Callable[..., Any], target: Target, **h
 def _planned(
     args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
 ) -> Plan:
-    """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
-    layout = None if layout is None else _layout(args, target, layout)
-    mesh = _mesh(args, mesh, topology, layout)
-    layout = _default_layout(args, target, mesh, topology) if layout is None else layout
+    """The target's plan."""
+    mesh, layout = _where(args, target, mesh, topology, layout)
     plan = _traced(args, target, mesh, topology, layout)
     return with_shared_results(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
+
+
+def _where(
+    args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
+) -> tuple[str, str]:
+    """The mesh and the layout; defaults of those that are left out are printed to stderr."""
+    layout = None if layout is None else _layout(args, target, layout)
+    mesh = _mesh(args, mesh, topology, layout)
+    return mesh, _default_layout(args, target, mesh, topology) if layout is None else layout
 
 
 def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:

@@ -116,7 +116,8 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         for d in dims:
             require(not r.spec[d], f"a window along dim {d}, which is sharded over {', '.join(r.spec[d])}")
     if groups == (1, 1):
-        _, summed = together((x, y), (xf, yi), "input features")
+        require(x.spec[xf] == y.spec[yi], "input features sharded differently")
+        summed = x.spec[xf]
     else:
         require(not any(r.spec[d] for r, d in ((x, xb), (x, xf), (y, yo), (y, yi))), "sharded groups of features")
         summed = ()

@@ -68,5 +68,4 @@ def on_blocks(ctx: Context, name: str, eqn: JaxprEqn, rels: Sequence[Rel]) -> li
         term = ctx.terms.make("kernel", (id(written), k), (r.term for r in rels), var.aval.shape, var.aval.dtype)
         spec = tuple(a if n != 1 else () for a, n in zip(spec, term.shape, strict=True))
         out.append(Rel(term, out_shape(eqn, k), spec, partial))
-    ctx.assumed[name] += 1
     return out

@@ -72,7 +72,7 @@ def jointly(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], dims: Sequence[int
     """Several operands of one shape, along dims that are not sharded."""
     rels = [ctx.expanded(r, range(len(r.shape))) if len(rels) > 1 else ctx.expanded(r, dims) for r in rels]
     for r in rels:
-        require(r.spec == rels[0].spec, "operands sharded differently", refused=True)
+        require(r.spec == rels[0].spec, "operands sharded differently")
         require(not any(r.spec[d] for d in dims), "it acts along a dim that is sharded")
     out = []
     for k, var in enumerate(eqn.outvars):
@@ -111,7 +111,7 @@ def select_and_scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list
     p = eqn.params
     dims = [d for d in range(len(operand.shape)) if (p["window_dimensions"][d], p["window_strides"][d]) != (1, 1)]
     source, operand = (ctx.expanded(r, range(len(r.shape))) for r in (source, operand))
-    require(source.spec == operand.spec, "operands sharded differently", refused=True)
+    require(source.spec == operand.spec, "operands sharded differently")
     require(not any(operand.spec[d] for d in dims), "a window along a dim that is sharded")
     k = 1 if eqn.primitive.name == "select_and_gather_add" else 0
     like = (source, operand)[1 - k]
