@@ -1,6 +1,7 @@
 """``mp.move`` between layouts, meshes and steps: the same values, names, dtypes; the planned traffic and memory."""
 
 import json
+import random
 import subprocess
 import sys
 
@@ -343,3 +344,21 @@ def test_the_report(params, tmp_path):
     assert "<h2>Collectives" in (tmp_path / "move.html").read_text()
     move.save(tmp_path / "move.json")
     assert json.loads((tmp_path / "move.json").read_text())["bytes_sent"] == move.bytes_sent
+
+
+def test_random_layouts_of_a_large_model_stay_within_the_larger_side_and_a_fifth(monkeypatch):
+    monkeypatch.setattr(plan, "MIN_ROUND_BYTES", 0)
+    draw = random.Random(3)
+
+    def side():
+        sizes = draw.choice([(8,), (2, 4), (4, 2), (2, 2, 2)])
+        rules = [f"{draw.choice('embed mlp heads vocab head_dim'.split())}?: a{k}" for k in range(len(sizes))]
+        return ", ".join(f"a{k}={n}" for k, n in enumerate(sizes)), "; ".join(rules)
+
+    peaks = []
+    for _ in range(100):
+        move = mp.move(llama(), source=side(), target=side(), dims=LLAMA_DIMS, donate=True)
+        assert move.bytes_sent == move.bytes_received
+        peaks.append(move.memory.peak / max(move.memory.source, move.memory.target))
+    assert sum(peak <= 1.2 for peak in peaks) >= 98
+    assert max(peaks) <= 1.25  # the largest array in rounds of permutes, and not in place
