@@ -110,8 +110,8 @@ def measured(runs: int) -> None:
         sends, peak = "–", "–"
         if where is not half:
             compiled = jax.jit(lambda x: x, out_shardings=shardings).lower(params).compile()
-            sends = f"{sum(c.total_bytes for c in collectives(compiled.as_text())) / 1e6:.2f} MB"
-            use = compiled.memory_analysis()
+            sends = f"{sum(c.total_bytes for c in collectives(str(compiled.as_text()))) / 1e6:.2f} MB"
+            use: Any = compiled.memory_analysis()
             needs = use.argument_size_in_bytes + use.output_size_in_bytes + use.temp_size_in_bytes
             peak = f"{needs / larger:.2f}"
         table.add_row("", "jax.device_put", sends, seconds_of(partial(jax.device_put, params, shardings), runs), peak)

@@ -415,8 +415,10 @@ def two_towers(
             z[tower] = x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6)
         logits = z["image"] @ z["text"].T * jnp.exp(p["scale"].astype(jnp.float32))
         labels = jnp.arange(logits.shape[0])
-        both = (optax.softmax_cross_entropy_with_integer_labels(x, labels) for x in (logits, logits.T))
-        return sum(x.mean() for x in both) / 2
+        of_images, of_texts = (
+            optax.softmax_cross_entropy_with_integer_labels(x, labels).mean() for x in (logits, logits.T)
+        )
+        return (of_images + of_texts) / 2
 
     dims = {
         "*/patches": "pixels embed",

@@ -137,9 +137,9 @@ def run(
     for k in range(steps):
         weights = move(state["params"])  # a copy: the next step donates the trainer's
         asked = np.repeat(rng.integers(0, BASE, (prompts, SIDE), dtype=np.int32), group, 0)
-        tokens, old = map(np.asarray, generate(weights, asked, jax.random.fold_in(key, k)))
+        tokens, old = jax.device_get(generate(weights, jnp.asarray(asked), jax.random.fold_in(key, k)))
         found = rewards_of(tokens)
-        batch = {"tokens": tokens, "old": old, "advantage": advantages(found, group)}
+        batch: Any = {"tokens": tokens, "old": old, "advantage": advantages(found, group)}
         state, _ = train(state, batch)
         state, loss = train(state, batch)  # the loss of the first step is 0: its weights are the sampler's
         losses.append(float(loss))

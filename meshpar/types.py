@@ -22,6 +22,7 @@ from ._src.search import Row, Search
 from ._src.verify.aot import Compiled
 from ._src.verify.check import Report
 from ._src.verify.profile import Measured, PlanProfile
+from ._src.verify.prove import Proof
 
 __all__ = [
     "Calibration",
@@ -43,6 +44,7 @@ __all__ = [
     "NoiseScale",
     "PlanDiff",
     "PlanProfile",
+    "Proof",
     "Quantized",
     "Report",
     "Row",

@@ -371,6 +371,18 @@ def test_check(run):
     assert (row["mesh"], row["layout"], row["lowering"]) == ("data=4", "batch, embed: data", "shard_map")
 
 
+def test_prove(run):
+    status, out, _ = run("prove small --layout fsdp --mesh 'data=4, idle=2'")
+    assert status == 0
+    assert out.startswith("✓ proven")
+    status, out, _ = run("prove small --layout fsdp --mesh data=4 --json")
+    found = json.loads(out)
+    assert (status, found["status"], found["share"], found["failed"]) == (0, "proven", 1.0, [])
+    status, _, err = run("prove small --layout fsdp --mesh data=4 --lowering jit")
+    assert status != 0
+    assert "XLA partitions the program" in err
+
+
 def test_a_check_that_fails_has_status_one(run, monkeypatch):
     from meshpar._src.verify.check import Report, Row
 
@@ -643,6 +655,7 @@ TWO = [
 OPTIONS = {
     "plan": [*WHERE, *STEP, LOWERING, MEASURED],
     "lab": [*WHERE, *STEP, LOWERING, MEASURED],
+    "prove": [*WHERE, *STEP, LOWERING, MEASURED],
     "compile": [*WHERE, *STEP, LOWERING, READ, ("--effort full", "effort", "full")],
     "search": [WHERE[0], WHERE[2], *STEP, LOWERING, MEASURED, *SEARCH],
     "calibrate": [*SEVERAL, *STEP, LOWERING, ("--rounds 3", "rounds", 3)],

@@ -27,6 +27,7 @@ from .units import mesh_text
 if TYPE_CHECKING:
     from .runs import RunPlan
     from .verify.profile import PlanProfile
+    from .verify.prove import Proof
 
 
 class Plan(record.Plan, report.Document):
@@ -273,6 +274,26 @@ class Plan(record.Plan, report.Document):
         from .verify.profile import profile
 
         return profile(self, trace)
+
+    def prove(self) -> Proof:
+        """Prove that the per-device program of the plan computes the function as it was written; see :func:`meshpar.prove`.
+
+        Nothing runs and nothing is compiled.
+
+        Returns:
+          A :class:`meshpar.types.Proof`.
+
+        Raises:
+          UnsupportedError: a plan of ``lowering="jit"``, whose program XLA partitions.
+
+        Example:
+          >>> plan = mp.plan(train_step, params, x, mesh=mesh, layout="batch: data", dims=dims)
+          >>> plan.prove().proven
+          True
+        """
+        from .verify.proofs import prove_plan
+
+        return prove_plan(self)
 
     def __repr__(self) -> str:
         return report.plan_line(self)

@@ -1,6 +1,8 @@
 """``mp.move`` between layouts, meshes and steps: the same values, names, dtypes; the planned traffic and memory."""
 
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -279,6 +281,51 @@ def test_the_plan_of_a_large_move_on_a_torus():
     assert move.bytes_sent == move.bytes_received == int(total * (1 / 8 - 1 / 512))
     assert move.links == {"ICI": pytest.approx(move.bytes_sent)}
     assert 0.9 * 9e10 < move.bytes_sent / move.seconds < 6 * 9e10  # bytes/s: between one and six links of a chip
+
+
+FETCH = """
+import sys, jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 8)
+import meshpar as mp
+shapes = {"a": {"up": jax.ShapeDtypeStruct((16, 32), np.float32)}, "norm": jax.ShapeDtypeStruct((16,), np.float32)}
+dims = {"*/up": "embed mlp", "norm": "embed"}
+move = mp.move(shapes, source=("data=8", "embed: data"), target=("replica=2, model=4", "mlp: model"), dims=dims)
+tree = move.fetch(sys.argv[1], 5)
+assert tree["a"]["up"].sharding.spec == jax.sharding.PartitionSpec(None, "model")
+print(float((np.asarray(tree["a"]["up"]).ravel() * np.arange(512)).sum()), np.asarray(tree["norm"]).tolist() == list(range(16)))
+"""
+
+
+@pytest.mark.slow
+def test_another_job_fetches_the_arrays():
+    tree = {"a": {"up": jnp.arange(512, dtype=jnp.float32).reshape(16, 32)}, "norm": jnp.arange(16, dtype=jnp.float32)}
+    names = {"*/up": "embed mlp", "norm": "embed"}
+    move = mp.move(tree, source=FSDP, target=("replica=2, model=4", "mlp: model"), dims=names)
+    address = move.offer(placed(tree, FSDP, names), 5)
+    run = subprocess.run([sys.executable, "-c", FETCH, address], capture_output=True, text=True, timeout=60)
+    assert run.stdout.split() == [str(float((np.arange(512.0) ** 2).sum())), "True"], run.stderr
+
+
+def test_without_a_transfer_server_there_is_an_error(params, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.transfer", None)
+    with pytest.raises(mp.errors.UnsupportedError, match="this JAX has no"):
+        mp.move(params, source=FSDP, target=TENSOR, dims=DIMS).offer(placed(params, FSDP), host="127.0.0.9")
+
+
+def test_meshes_without_devices_are_planned(params):
+    source, target = jax.sharding.AbstractMesh((8,), ("data",)), jax.sharding.AbstractMesh((2, 4), ("replica", "model"))
+    move = mp.move(params, source=(source, FSDP[1]), target=(target, TENSOR[1]), dims=DIMS)
+    assert (
+        move.bytes_sent == mp.move(params, source=FSDP, target=("replica=2, model=4", TENSOR[1]), dims=DIMS).bytes_sent
+    )
+    with pytest.raises(mp.errors.UnsupportedError, match="was planned from"):
+        move(placed(params, FSDP))
+
+
+@pytest.mark.parametrize("tree", [{}, {"a": 1.0}])
+def test_a_tree_without_arrays(tree):
+    with pytest.raises(mp.errors.UnsupportedError, match="has no arrays to move"):
+        mp.move(tree, source=FSDP, target=TENSOR)
 
 
 def test_the_report(params, tmp_path):

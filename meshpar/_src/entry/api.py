@@ -32,6 +32,7 @@ from ..search import search as search_from
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from ..verify.check import Report, check_layouts, each_layout
+from ..verify.prove import Proof
 from .arguments import is_static
 from .jitted import NO_DONATION, Jitted, LayoutLike, P, R, with_devices
 from .options import CallKeywords, DimsPatterns, Lowering, SearchCallKeywords, StepKeywords, StepOptions, path_dims
@@ -281,8 +282,9 @@ def check(
 ) -> Report:
     """Run a function under several layouts, meshes and lowerings, and compare all its results with the unsharded run on one device.
 
-    The arguments are copied: the caller's are neither donated nor updated. State that the function updates in place
-    (nnx modules, optimizers) is compared as well.
+    This is a test, of these numbers on these devices; :func:`prove` proves a program without running it. The arguments are
+    copied: the caller's are neither donated nor updated. State that the function updates in place (nnx modules, optimizers) is
+    compared as well.
 
     Args:
       fn: a function as :func:`meshpar.jit` takes it, e.g. a train step, or a :class:`Jitted`.
@@ -338,6 +340,47 @@ def check(
             raises=raises,
             tell=tell,
         )
+
+
+@takes_options(StepOptions)
+def prove(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: MeshLike | None = None,
+    layout: LayoutLike,
+    topology: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[CallKeywords],
+) -> Proof:
+    """Prove that the per-device program of a function computes the function as it was written, for these shapes on this mesh.
+
+    It is a certificate for one program: :func:`check` runs a function and compares numbers, ``prove`` runs and compiles nothing. It
+    relates every value on a device to a value of the function (a block, a part of a sum, a copy), equation by equation, by
+    lemmas that know neither planner nor lowering. Shapes, meshes and models may have their real sizes.
+
+    Args:
+      fn: a function, e.g. a train step.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **options: options as named below; other keywords are keyword arguments of ``fn``.
+      mesh, layout, topology, kwargs, dims, …: as in :func:`plan`.
+
+    Returns:
+      A :class:`meshpar.types.Proof`: print it, or read ``proven``, ``results``, ``failed``, ``assumptions``. A result is
+      ``proven``, ``not verified`` (an op without a lemma, or an expression in another form), or ``refused`` (relations that
+      contradict each other).
+
+    Raises:
+      UnsupportedError: ``lowering="jit"``: XLA partitions the program.
+      MeshparError: as :func:`plan`.
+
+    Example:
+      >>> proof = mp.prove(train_step, params, x, mesh="data=64, model=8", layout="batch: data; mlp: model", dims=dims)
+      >>> proof.proven, proof.share
+      (True, 1.0)
+    """
+    _check_function(fn, "prove")
+    given: Any = options
+    return plan(fn, *args, mesh=mesh, layout=layout, topology=topology, kwargs=kwargs, **given).prove()
 
 
 @takes_options(StepOptions)
@@ -587,7 +630,7 @@ def calibrate(
 
 
 def _layout_and_mesh(fn: Callable[..., Any], layout: Any, mesh: Meshes, api: str) -> tuple[Any, Meshes]:
-    """The layouts and meshes that a function runs under; without a layout those of a ``Jitted``.
+    """The layouts and meshes that a function runs under; a ``Jitted`` has its own, where no layout is given.
 
     Raises:
       UnsupportedError: a function without a layout.

@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|run-plan|lab|compile|search|calibrate|check|diff TARGET``, and ``launch``, ``manifest``,
+"""The command line: ``meshpar plan|run-plan|lab|compile|search|calibrate|prove|check|diff TARGET``, and ``launch``, ``manifest``,
 ``checkpoint``, ``tune-kernels``, ``doctor``."""
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ names in the arguments, names are inferred: `meshpar names` shows them.
   meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp_tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar calibrate examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
+  meshpar prove   examples/llama.py:llama3_8b --topology v5p:4x4x8 --layout fsdp
   meshpar check   examples/llama.py:tiny --layout fsdp --layout "batch: data; mlp: model"
 """
 START = """\
@@ -138,7 +139,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> N
 
 GROUPS = {
     "Inspect layouts": ("plan", "run-plan", "diff", "search", "lab", "names"),
-    "Verify": ("check", "compile"),
+    "Verify": ("prove", "check", "compile"),
     "Measure on devices": ("calibrate", "tune-kernels"),
     "Run": ("launch", "manifest", "checkpoint"),
     "Environment": ("doctor",),
@@ -388,6 +389,12 @@ def _check_arguments(add: Add) -> None:
     add("--lowering", dest="lowerings", choices=lowerings, default="auto", help="as for plan, or both (%(default)s)")
     add_flags(add, StepOptions, without=["lowering", "donate_argnames"])
     _numbers(add)
+
+
+def _prove_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar prove``."""
+    _machine_and_layout(add)
+    add_flags(add, StepOptions)
 
 
 def _names_arguments(add: Add) -> None:
@@ -665,6 +672,16 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
+@_command(_prove_arguments, "prove that the per-device program computes the step as written; nothing runs")
+def _prove(args: argparse.Namespace) -> int:
+    """``meshpar prove``: print the proof of the target under a layout; exit status 1 if a result is not proven."""
+    target = _target(args)
+    mesh, layout = _where(args, target, args.mesh, args.topology, args.layout)
+    proof = _call(args, mp.prove, target, mesh=mesh, topology=args.topology, layout=layout)
+    _show(args, proof, proof.to_json(), str(proof))
+    return 0 if proof.proven else 1
+
+
 @_command(_diff_arguments, "two plans next to each other: other layouts, or other meshes")
 def _diff(args: argparse.Namespace) -> int:
     """``meshpar diff``: print the differences between two plans of the target; exit status 0."""
@@ -749,12 +766,19 @@ def _call(args: argparse.Namespace, api: Callable[..., Any], target: Target, **h
 def _planned(
     args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
 ) -> Plan:
-    """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
-    layout = None if layout is None else _layout(args, target, layout)
-    mesh = _mesh(args, mesh, topology, layout)
-    layout = _default_layout(args, target, mesh, topology) if layout is None else layout
+    """The target's plan."""
+    mesh, layout = _where(args, target, mesh, topology, layout)
     plan = _traced(args, target, mesh, topology, layout)
     return with_shared_results(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
+
+
+def _where(
+    args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
+) -> tuple[str, str]:
+    """The mesh and the layout; defaults of those that are left out are printed to stderr."""
+    layout = None if layout is None else _layout(args, target, layout)
+    mesh = _mesh(args, mesh, topology, layout)
+    return mesh, _default_layout(args, target, mesh, topology) if layout is None else layout
 
 
 def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:

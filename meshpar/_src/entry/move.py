@@ -22,8 +22,9 @@ from ..hardware.topology import chip_of, described_mesh
 from ..layout import Layout, to_partition_spec
 from ..mesh import planned_mesh
 from ..moves import plan
-from ..moves.move import Move, Side
+from ..moves.move import Move
 from ..moves.plan import MAX_ROUND_SHARE, MovedArray, chunks_of, collectives_of, ordered, rounds_of
+from ..moves.planned import MovePlan, Side
 from ..moves.route import Operand, route, spec_of
 from ..plan.spec import itemsize_of
 from ..pods.names import nested
@@ -120,19 +121,18 @@ def move(
     made = _made(where, rename or {})
     targets = _targets(tree, made, where, target, bool(rename), dims)
     dtypes = _dtypes(arrays, made, dtype)
-    chip = _chip(target) or _chip(source)
+    where_to = next(iter(targets.values())).sharding if targets else None
+    chip = chip_of(where_to.mesh) if where_to is not None and isinstance(where_to.mesh, Mesh) else None
     moved = [_moved(path, m, where, targets[path], dtypes[path], chip) for path, m in made.items()]
     side = max(sum(a.before for a in moved), sum(a.after for a in moved))
     most = max(MAX_ROUND_SHARE * side, plan.MIN_ROUND_BYTES)
     rounds = rounds_of(ordered(_chunked(a, donate, most / 4, chip) for a in moved), most)
     first = moved[0]
-    sides = [
-        Side(dict(s.mesh.shape), text, s.mesh.size)
-        for s, text in zip(
-            (first.operands[0].sharding, first.sharding), map(_layout_text, (source, target)), strict=True
-        )
-    ]
-    return Move(rounds, *sides, donate, bool(rename), chip, prepare)
+    before, after = (
+        Side(dict(s.mesh.shape), _layout_text(where), s.mesh.size)
+        for s, where in ((first.operands[0].sharding, source), (first.sharding, target))
+    )
+    return Move(MovePlan(rounds, before, after, donate, chip), bool(rename), prepare)
 
 
 # -- where a tree is
@@ -148,6 +148,8 @@ def _on_topology(where: Any, topology: str | None) -> Any:
 def _ends(tree: Any, where: Any, dims: DimsPatterns) -> dict[str, _Array]:
     """Path → array of a tree on one side."""
     leaves = {leaf.path or "value": leaf for leaf in flatten_named(tree)}
+    if (other := next((p for p, leaf in leaves.items() if not hasattr(leaf.value, "dtype")), "")) or not leaves:
+        raise UnsupportedError(f"{other or 'the tree'} has no arrays to move", path=other, fixes=["a tree of arrays"])
     if isinstance(where, Jitted):
         found = _of_step(where, {p: np.shape(leaf.value) for p, leaf in leaves.items()})
         return {p: replace(found[p], dtype=leaf.value.dtype) for p, leaf in leaves.items()}
@@ -216,15 +218,6 @@ def _of_step(step: Jitted[..., Any], shapes: Mapping[str, tuple[int, ...]]) -> d
         path=first,
         fixes=did_you_mean(first, [h.path for h in plan.inputs], "arguments"),
     )
-
-
-def _chip(where: Any) -> Chip | None:
-    """The chip of a side; None: not known."""
-    if isinstance(where, Jitted):
-        plan = where._caches.plans.latest()
-        return None if plan is None else plan.chip
-    at = where[0] if isinstance(where, tuple) else None
-    return chip_of(at) if isinstance(at, Mesh) else None
 
 
 def _layout_text(where: Any) -> str:

@@ -133,7 +133,7 @@ def trace_call(
         check_fixed(call.dynamic, argument_path)
     traced_as(flat, flat.fn, [leaf.path for leaf in named])
     with _explained_errors(named):
-        closed, shapes, explicit, constrained = _trace_on(mesh, flat, [x for x, _ in arrays], patterns)
+        closed, written, shapes, explicit, constrained = _trace_on(mesh, flat, [x for x, _ in arrays], patterns)
     if any(map(is_ref, closed.consts)):
         raise UnsupportedError(
             f"{getattr(flat.fn, '__name__', 'the step')} closes over a mutable array (jax.Ref): a sharded step cannot use it",
@@ -193,12 +193,13 @@ def trace_call(
         program = named_by(patterns, annotations, used, live_only=False)
         program.inferred, program.joins = inferred, joins  # two guesses for one dim are no mistake of the user
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
+    program.written = written
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
 
 
 def _trace_on(
     mesh: AnyMesh, flat: FlatFunction, arrays: Sequence[Any], patterns: PathDims
-) -> tuple[Any, Any, AnyMesh | None, set[str]]:
+) -> tuple[Any, Any, Any, AnyMesh | None, set[str]]:
     """The results of :func:`program.trace`, the mesh with Explicit axes with which the function was traced, or None, and the
     names in its constraints.
 

@@ -52,8 +52,8 @@ def factored(source: AnyMesh, target: AnyMesh) -> Factored | None:
     which ``replica`` has the first one, and ``model`` the others.
     """
     position = {d: k for k, d in enumerate(devices_of(target))}
-    at = [position.get(d) for d in devices_of(source)]
-    if len(at) != len(position) or None in at or at[:1] != [0]:
+    at = [position.get(d, -1) for d in devices_of(source)]
+    if len(at) != len(position) or -1 in at or at[:1] != [0]:
         return None
     sizes: dict[str, int] = {}
     strides: dict[str, int] = {}  # in the order of the target's devices
@@ -64,7 +64,7 @@ def factored(source: AnyMesh, target: AnyMesh) -> Factored | None:
         found[axis] = tuple(axis if len(factors) == 1 else f"{axis}.{k}" for k in range(len(factors)))
         for name, n in zip(found[axis], factors, strict=True):
             stride //= n
-            sizes[name], strides[name] = n, at[stride] or 0
+            sizes[name], strides[name] = n, at[stride]
             number += np.arange(len(at)) // stride % n * strides[name]
     if not np.array_equal(number, at):
         return None

@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from ...errors import UnsupportedError
 from ..compat import nnx
 from ..dims import did_you_mean
 from ..global_arrays import place
-from ..hardware.chips import Chip
-from ..plan.collectives import Collective
 from ..pods.names import by_name, nested
 from ..report import Document
-from .plan import Memory, MovedArray, memory_of
+from .between import server
+from .planned import MovePlan
 from .report import move_html, move_renderable, move_title
 from .run import Program
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Side:
-    """Source or target of a move, in words.
-
-    Attributes:
-      mesh: axis → size; layout: as text; "": not given as rules.
-      devices: their number.
-    """
-
-    mesh: Mapping[str, int]
-    layout: str
-    devices: int
-
-
-class Move(Document):
+class Move(MovePlan, Document):
     """A move of a tree between two layouts or meshes: print it for its plan, call it to run it.
 
     ``move(params)`` returns the tree of the target, ``move(model, into=sampler)`` writes into an nnx module. Nothing is compiled
@@ -61,90 +41,16 @@ class Move(Document):
       PartitionSpec(None, 'model')
     """
 
-    uncounted_loops = ()
-
-    def __init__(
-        self, rounds: Sequence[Sequence[MovedArray]], source: Side, target: Side, donate: bool, renamed: bool,
-        chip: Chip | None, prepare: Any = None,
-    ):  # fmt: skip
-        """The move of some arrays in these rounds.
+    def __init__(self, plan: MovePlan, renamed: bool, prepare: Callable[[Any], Any] | None = None):
+        """The move with this plan.
 
         Args:
           renamed: the tree of the target has other paths than the source's.
           prepare: the step that quantizes the source first; None: nothing does.
         """
-        self.rounds, self.source, self.target, self.donate, self.chip = tuple(rounds), source, target, donate, chip
-        self.arrays = tuple(a for of in rounds for a in of)
+        vars(self).update(vars(plan))
         self._renamed, self._prepare = renamed, prepare
         self._programs: dict[int, Program] = {}
-
-    # -- the plan
-
-    @cached_property
-    def collectives(self) -> tuple[Collective, ...]:
-        """Every collective of the move, with dims, axes, bytes, count, cause."""
-        return tuple(c for a in self.arrays for c in a.collectives)
-
-    @cached_property
-    def _traffic(self) -> tuple[np.ndarray, np.ndarray]:
-        """The bytes that each device sends, and receives."""
-        totals: tuple[dict[Any, float], dict[Any, float]] = ({}, {})
-        for a in self.arrays:
-            if a.route is not None:
-                for total, of in zip(totals, (a.route.sent, a.route.received), strict=True):
-                    for d, n in zip(a.route.devices, of.tolist(), strict=True):
-                        total[d] = total.get(d, 0.0) + n * a.wire
-        sent, received = (np.array([*total.values(), 0.0]) for total in totals)
-        return sent, received
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that a device sends, at most."""
-        return int(self._traffic[0].max())
-
-    @property
-    def bytes_received(self) -> int:
-        """Bytes that a device receives, at most: what it needs and does not have."""
-        return int(self._traffic[1].max())
-
-    @property
-    def links(self) -> dict[str, float]:
-        """Kind of link (``ICI``, ``NVLink``, ``DCN``, ``host``; ``links``: not known) → bytes that a device sends over it."""
-        total: Counter[str] = Counter()
-        for a in self.arrays:
-            total.update(a.links)
-        return dict(total)
-
-    @property
-    def seconds(self) -> float | None:
-        """Estimated seconds, one collective after the other; None: the chip is not known."""
-        if self.chip is None:
-            return None
-        copies = self.links.get("host", 0.0) / self.chip.per_device().host_link
-        return sum(c.total_seconds for c in self.collectives) + copies
-
-    @cached_property
-    def memory(self) -> Memory:
-        """Bytes of a device before and after the move, and at its peak."""
-        return memory_of(self.rounds, self.donate)
-
-    @property
-    def rounds_text(self) -> str:
-        """``3 programs, 12 collectives``."""
-        calls, n = sum(c.runs for c in self.collectives), len(self.rounds)
-        return f"{n} program{'s' * (n != 1)}, {calls} collective{'s' * (calls != 1)}"
-
-    def to_json(self) -> str:
-        """The move as JSON: source, target, bytes, links, seconds, memory, and every array."""
-        arrays = [
-            {"path": a.path, "sources": a.sources, "dims": a.dims, "shape": a.shape, "dtype": str(a.dtype),
-             "before": [str(o.sharding.spec) for o in a.operands], "after": str(a.sharding.spec), "links": a.links,
-             "collectives": [c.to_dict() for c in a.collectives]} for a in self.arrays
-        ]  # fmt: skip
-        sides = {k: dataclasses.asdict(side) for k, side in (("source", self.source), ("target", self.target))}
-        numbers = {k: getattr(self, k) for k in ("bytes_sent", "bytes_received", "links", "seconds", "donate")}
-        memory = dataclasses.asdict(self.memory)
-        return json.dumps({**sides, **numbers, "memory": memory, "rounds": len(self.rounds), "arrays": arrays})
 
     def __rich__(self) -> Any:
         return move_renderable(self)
@@ -186,10 +92,51 @@ class Move(Document):
         Raises:
           UnsupportedError: an array that is missing, deleted, or of another shape, dtype or sharding than planned.
         """
-        given = params
-        if self._prepare is not None:
-            params = self._prepare(params)
-        found, back = by_name(params)
+        out, back = self._moved(params)
+        if into is not None:
+            return _written(into, out)
+        if self._renamed:
+            return nested(out)
+        moved = back(out)
+        return _updated(params, moved) if self.donate and self._prepare is None else moved
+
+    def offer(self, params: Any, uuid: int = 0, *, host: str = "127.0.0.1") -> str:
+        """Move a tree, and offer the result to another job, which plans a move to the same shardings and calls :meth:`fetch`.
+
+        The target is a mesh of this job's devices, with the axes and sizes of the mesh in the other job. The arrays stay allocated
+        until they are fetched.
+
+        Args:
+          params: as for a call.
+          uuid: a number that no other pending offer has; ``fetch`` takes the same one.
+          host: the address of this host, as the other one reaches it.
+
+        Returns:
+          The address for ``fetch``.
+
+        Raises:
+          UnsupportedError: JAX has no transfer server, or a job has several processes.
+        """
+        transfers = server(host)
+        transfers.await_pull(uuid, self._moved(params)[0])
+        return transfers.address()
+
+    def fetch(self, address: str, uuid: int = 0, *, into: Any = None, host: str = "127.0.0.1") -> Any:
+        """The tree of the target that another job offers: nested dicts, or ``into`` with its arrays, as of a call.
+
+        Args:
+          address: that :meth:`offer` returned.
+
+        Raises:
+          UnsupportedError: as :meth:`offer`.
+        """
+        shapes = {a.path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.arrays}
+        out = server(host).connect(address).pull(uuid, shapes)
+        return nested(out) if into is None else _written(into, out)
+
+    def _moved(self, params: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
+        """(path in the target → array, the function from these to the tree of ``params``)."""
+        found, back = by_name(params if self._prepare is None else self._prepare(params))
         self._check(found)
         out: dict[str, Any] = {}
         for k, of in enumerate(self.rounds):
@@ -198,18 +145,7 @@ class Move(Document):
                 out.update((a.path, place(found[a.sources[0]], a.sharding, copy=True)) for a in of)
             else:
                 out.update(program(found))
-        if into is not None:
-            has, back_into = by_name(into)
-            missing = [p for p in out if p not in has]
-            if missing:
-                raise UnsupportedError(
-                    f"into= has no `{missing[0]}`", path=missing[0], fixes=did_you_mean(missing[0], has, "arrays")
-                )
-            return _updated(into, back_into({**has, **out}))
-        if self._renamed:
-            return nested(out)
-        moved = back({p: out.get(p, x) for p, x in found.items()})
-        return _updated(given, moved) if self.donate and self._prepare is None else moved
+        return out, back
 
     def _check(self, found: Mapping[str, Any]) -> None:
         """Raise UnsupportedError for an array that is not as it was planned."""
@@ -239,6 +175,18 @@ class Move(Document):
                         f"{planned.spec}", path=path, shape=x.shape,
                         fixes=["leave source= out: the move then starts from the shardings of the arrays"],
                     )  # fmt: skip
+
+
+def _written(into: Any, arrays: Mapping[str, Any]) -> Any:
+    """A module or tree with some of its arrays replaced, by their paths.
+
+    Raises:
+      UnsupportedError: it has no such path.
+    """
+    has, back = by_name(into)
+    if (other := next((p for p in arrays if p not in has), None)) is not None:
+        raise UnsupportedError(f"into= has no `{other}`", path=other, fixes=did_you_mean(other, has, "arrays"))
+    return _updated(into, back({**has, **arrays}))
 
 
 def _updated(x: Any, moved: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +125,7 @@ def collectives_of(
     assert route.mesh is not None
     torus = torus_of(program_mesh(route)) if isinstance(operands[0].sharding.mesh, Mesh) else {}
     of = {name: axis for axis, names in route.mesh.source.items() for name in names}
-    records, links = [], Counter[str]()
+    records, links = [], dict[str, float]()
     steps = zip(route.joints, joint_elements(shape, route.mesh, route.parts, route.joints), strict=True)
     for joint, (_, sent) in steps:
         if joint.op == "slice":
@@ -140,8 +139,9 @@ def collectives_of(
         for stage, of_stage in stage_bytes_sent(
             Collective(joint.op, ("",), "", "", (), "", n, 1, ""), {"": tuple(stages)}
         ):
-            links[LINKS.get(stage.dim, "ICI")] += of_stage * chunks
-    return tuple(records), dict(links)
+            kind = LINKS.get(stage.dim, "ICI")
+            links[kind] = links.get(kind, 0.0) + of_stage * chunks
+    return tuple(records), links
 
 
 def _permutes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Group
 from rich.text import Text
@@ -17,12 +17,10 @@ from ..report.tables import Cell, Table, hanging, number
 from ..report.text import collectives_block
 from ..units import format_bytes, format_memory, format_seconds
 from .plan import LINKS
-
-if TYPE_CHECKING:
-    from .move import Move, Side
+from .planned import MovePlan, Side
 
 
-def move_title(move: Move) -> str:
+def move_title(move: MovePlan) -> str:
     """``8 devices (data=8) → 4 devices (model=4)``, and what a device sends."""
     return f"{_side(move.source)} → {_side(move.target)}, each device sends {format_bytes(move.bytes_sent)}"
 
@@ -31,7 +29,7 @@ def _side(side: Side) -> str:
     return f"{side.devices} device{'s' * (side.devices != 1)} ({', '.join(f'{a} {n}' for a, n in side.mesh.items())})"
 
 
-def _lines(move: Move) -> Iterator[tuple[str, str]]:
+def _lines(move: MovePlan) -> Iterator[tuple[str, str]]:
     """(label, text) of the summary."""
     memory, seconds = move.memory, move.seconds
     for name, side in (("source", move.source), ("target", move.target)):
@@ -46,7 +44,7 @@ def _lines(move: Move) -> Iterator[tuple[str, str]]:
     yield "needs", f"{format_memory(memory.peak)} at the peak, on a device of both sides: {sizes}"
 
 
-def _arrays(move: Move, colours: AxisColours) -> Table:
+def _arrays(move: MovePlan, colours: AxisColours) -> Table:
     """The arrays, grouped by dims and shardings."""
     rows = []
     groups = grouped(move.arrays, lambda a: (a.dims, *(str(o.sharding.spec) for o in a.operands), str(a.sharding.spec)))
@@ -76,29 +74,29 @@ def _arrays(move: Move, colours: AxisColours) -> Table:
     return Table(columns, rows, "each device moves")
 
 
-def _colours(move: Move) -> AxisColours:
+def _colours(move: MovePlan) -> AxisColours:
     return AxisColours(move.source.mesh, move.target.mesh, ["devices"])
 
 
-def move_renderable(move: Move) -> Any:
+def move_renderable(move: MovePlan) -> Any:
     """The move for rich: summary, collectives with their causes, arrays."""
-    colours = _colours(move)
+    colours, timed = _colours(move), move.chip is not None
     head = hanging([(Text(name, "bold"), colours.layout(text)) for name, text in _lines(move)])
     return Group(
         head,
         Text(),
-        collectives_block(move, colours, "for the move", "move"),
+        collectives_block(move.collectives, colours, timed, when="for the move", name="move"),
         Text(),
         _arrays(move, colours).terminal(),
     )
 
 
-def move_html(move: Move) -> str:
+def move_html(move: MovePlan) -> str:
     """The body of the page of a move."""
     colours = _colours(move)
     rows = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in _lines(move))
     return (
         f'<h1>{escape(move_title(move))}</h1><dl class="facts">{rows}</dl>'
-        f"<section><h2>Collectives</h2>{collectives_table(move, move.collectives, colours)}</section>"
+        f"<section><h2>Collectives</h2>{collectives_table(move.collectives, colours, move.chip is not None)}</section>"
         f"<section><h2>Arrays</h2>{_arrays(move, colours).html()}</section>"
     )

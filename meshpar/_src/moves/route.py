@@ -122,8 +122,8 @@ def route(operands: tuple[Operand, ...], shape: tuple[int, ...], target: NamedSh
     same = operands[0].shape == shape and not any(operands[0].shift)
     mesh = factored(operands[0].sharding.mesh, target.mesh) if same and len(operands) == 1 else None
     if mesh is not None:
-        specs = (spec_of(s, len(shape)) for s in (operands[0].sharding, target))
-        parts = parts_of(shape, *specs, mesh)
+        before, after = (spec_of(s, len(shape)) for s in (operands[0].sharding, target))
+        parts = parts_of(shape, before, after, mesh)
         joints = None if parts is None else _joints(parts, mesh)
         if parts is not None and joints is not None:
             return _by_collectives(devices, shape, mesh, parts, joints)
@@ -277,8 +277,8 @@ def _coloured(blocks: Sequence[Any], n: int, rank: int) -> tuple[Round, ...]:
             starts = np.zeros((2, n, rank), int)
             for _, s, t, _, at_source, at_target in r.values():
                 starts[0, s], starts[1, t] = at_source, at_target
-            tables = tuple(tuple(map(tuple, table.tolist())) for table in starts)
-            out.append(Round(k, shape, tuple((b[1], b[2]) for b in r.values()), tables))
+            first, last = (tuple(map(tuple, table.tolist())) for table in starts)
+            out.append(Round(k, shape, tuple((b[1], b[2]) for b in r.values()), (first, last)))
     return tuple(out)
 
 

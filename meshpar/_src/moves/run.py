@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..plan.spec import itemsize_of
-from .factored import Parts
+from .factored import Parts, devices_of
 from .plan import MovedArray, program_mesh
 from .route import exchange, follow
 
@@ -131,7 +131,7 @@ class Program:
         out = {}
         for array, y in zip(self.arrays, self.run(*inputs), strict=True):
             shards = {s.device: s.data for s in y.addressable_shards}
-            parts = [shards[d] for d in array.sharding.mesh.devices.flat if d in shards]
+            parts = [shards[d] for d in devices_of(array.sharding.mesh) if d in shards]
             out[array.path] = jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
         for k, path in enumerate(self.sources):
             if k in self.donated and not found[path].is_deleted():

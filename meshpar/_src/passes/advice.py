@@ -126,7 +126,7 @@ def _undeclared_state(plan: Plan) -> Iterator[str]:
             more = f" and {len(paths) - 1} more" if paths[1:] else ""
             yield (
                 f"`{rule}` does not apply to {paths[0]}{more}: only the update reads it, elementwise, as it reads optimizer state, "
-                "but its path, or its update, is that of a parameter, so it is stored as one. Call it `opt_state`, or "
+                "but it has the path or the update of a parameter, so it is stored as one. Call it `opt_state`, or "
                 f'give it a rule of its own: "{paths[0]}".{rule.dim}: {"+".join(rule.axes)}'
             )
 

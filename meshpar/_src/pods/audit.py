@@ -26,6 +26,10 @@ from .digest import _device_memory, digest_of
 from .names import by_name
 
 Axes = tuple[str, ...]
+_Part = tuple[list[str], tuple[Axes, ...], tuple[jax.Array, ...]]
+"""Paths of arrays, the axes over which they have copies, the results of :func:`audit_function`."""
+MAX_ARRAYS = 64
+"""Arrays of one compiled function: compilation takes more than linear time. Functions of equal shapes are compiled once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class Audit:
     def __init__(self, plan: Plan):
         """Audit the arguments of the step of a plan."""
         self._dims = {x.path: format_dims(x.dims) for x in plan.inputs}
-        self._pending: tuple[int, list[str], Mesh, tuple[Axes, ...], tuple[jax.Array, ...]] | None = None
+        self._pending: tuple[int, Mesh, list[_Part]] | None = None
         self._clean: int | None = None
         self.share = 0.0
         """The fraction of the bytes of the last audited state, on a device, that have a copy on another device."""
@@ -137,39 +141,40 @@ class Audit:
             raise UnsupportedError(
                 f"audit: the step has no argument {path!r}", fixes=did_you_mean(path, self._dims, "arguments")
             )
-        axes = {path: over for path, x in leaves.items() if (over := replicated_axes(x))}
-        arrays = {path: leaves[path] for path in axes}
-        meshes = {x.sharding.mesh for x in arrays.values()}
+        on = {path: x for path, x in leaves.items() if isinstance(x, jax.Array)}
+        copied: dict[str, Any] = {path: x for path, x in on.items() if replicated_axes(x)}
+        meshes = {x.sharding.mesh for x in copied.values()}
         if len(meshes) != 1:
-            what = "is replicated" if not meshes else "is on the same mesh"
+            what = "is on the same mesh" if meshes else "is replicated"
             fix = "a layout in which a mesh axis shards the batch only, such as HSDP; without audit="
             raise UnsupportedError(f"audit: no array of {', '.join(state)} {what}", fixes=[fix])
         (mesh,) = meshes
-        sizes = {
-            p: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
-            for p, x in leaves.items()
-            if hasattr(x, "sharding")
-        }
-        self.share = sum(sizes[path] for path in axes) / sum(sizes.values())
-        run = _compiled(mesh, tuple(x.sharding.spec for x in arrays.values()), tuple(axes.values()))
+        sizes = {path: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for path, x in on.items()}
+        self.share = sum(sizes[path] for path in copied) / sum(sizes.values())
         own = np.array([seconds], np.float32)
         numbers = of_parts((mesh.size, 2), NamedSharding(mesh, PartitionSpec(mesh.axis_names)), lambda _: own)
-        self._pending = step, list(arrays), mesh, tuple(axes.values()), run(numbers, *arrays.values())
+        alike = sorted(copied, key=lambda path: f"{copied[path].dtype}{copied[path].shape}{copied[path].sharding.spec}")
+        self._pending = step, mesh, []
+        for at in range(0, len(alike), MAX_ARRAYS):
+            part = {path: copied[path] for path in alike[at : at + MAX_ARRAYS]}
+            axes = tuple(replicated_axes(x) for x in part.values())
+            run = _compiled(mesh, tuple(x.sharding.spec for x in part.values()), axes)
+            self._pending[-1].append((list(part), axes, run(numbers, *part.values())))
 
     def finish(self) -> list[Fault]:
         """Wait for the audit that was started; returns the arrays whose copies differ, and an empty list without an audit."""
         if self._pending is None:
             return []
-        step, paths, mesh, axes, (digests, differ, numbers) = self._pending
-        self._pending = None
-        rows = zip(mesh.devices.flat, np.asarray(numbers).tolist(), strict=True)
+        (step, mesh, parts), self._pending, faults = self._pending, None, []
+        rows = zip(mesh.devices.flat, np.asarray(parts[0][2][2]).tolist(), strict=True)
         self.seconds = {device.process_index: (whole, own) for device, (whole, own) in rows}
-        bad = np.flatnonzero(np.asarray(differ))
-        if not bad.size:
-            self._clean = step
-            return []
-        every = np.asarray(_gather(mesh)(digests)).reshape(*mesh.devices.shape, len(paths), 2)
-        return [self._fault(paths[k], mesh, axes[k], every[..., k, :], step) for k in bad]
+        for paths, axes, (digests, differ, _) in parts:
+            bad = np.flatnonzero(np.asarray(differ))
+            if bad.size:
+                every = np.asarray(_gather(mesh)(digests)).reshape(*mesh.devices.shape, len(paths), 2)
+                faults += [self._fault(paths[k], mesh, axes[k], every[..., k, :], step) for k in bad]
+        self._clean = self._clean if faults else step
+        return faults
 
     def _fault(self, path: str, mesh: Mesh, over: Axes, digests: np.ndarray, step: int) -> Fault:
         """The fault of an array, from the digests of all devices, uint32 of the shape of the mesh and 2."""

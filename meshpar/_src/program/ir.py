@@ -297,6 +297,7 @@ class Program:
       pipelines: its loops over layers that are rewritten as pipelines (:class:`program.pipeline.Pipeline`).
       inferred: path of an argument → the names that :mod:`program.guessed_names` gave to its dims; empty if the user named dims.
       metadata_names: of the program as traced, the names of dims in the Flax metadata of its arguments and results.
+      written: of the program as traced, the closed jaxpr before all changes.
     """
 
     closed: Any
@@ -309,6 +310,7 @@ class Program:
     pipelines: tuple[Any, ...] = ()
     inferred: dict[str, Any] = field(default_factory=dict)
     metadata_names: frozenset[str] = frozenset()
+    written: Any = None
     _results: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False)
 
     def cached(self, make: Callable[..., T], *key: Hashable) -> T:

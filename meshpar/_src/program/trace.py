@@ -20,7 +20,7 @@ from .primitives import place_p
 from .sums import with_matmuls_added_first
 
 
-def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple[Any, Any]:
+def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple[Any, Any, Any]:
     """Trace a function of flat arguments.
 
     Args:
@@ -29,21 +29,21 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple
       mesh: of the step; the shardings that ops have as parameters are over its axes.
 
     Returns:
-      (closed jaxpr, in which all loops have scalar conditions, and shardings are constraints; tree of the results as
-      ``ShapeDtypeStruct``).
+      (closed jaxpr, in which all loops have scalar conditions, and shardings are constraints; the closed jaxpr as JAX traced it;
+      tree of the results as ``ShapeDtypeStruct``).
 
     Raises:
       MeshError: an op with a sharding over an axis that the mesh does not have.
     """
     closed, shapes = make_jaxpr(fn, *leaves, return_shape=True)
-    closed = without_refs(closed)
+    written = closed = without_refs(closed)
     eqns = list(equations(closed))
     if any(map(_is_batched, eqns)):
         closed = _each_equation(closed, _with_scalar_condition, maps=False)
     if any(shardings_of(e) or in_auto_mesh(e) is not e for e in eqns):
         closed = _each_equation(closed, partial(_constrained, mesh))
     closed = with_matmuls_added_first(with_merged_casts(with_sunk_reductions(closed)))
-    return closed, shapes
+    return closed, written, shapes
 
 
 def _is_batched(eqn: JaxprEqn) -> bool:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..compat.jax import function_name
 from ..cost.caching import cached_on_plan
@@ -21,7 +21,6 @@ from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..dims import format_dims
 from ..hardware.calibration import EFFICIENCIES
-from ..hardware.chips import Chip
 from ..layout import UNSHARDED, Rule, Spec
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
@@ -270,17 +269,6 @@ def grouped(items: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list[A
 
 
 # -- collectives
-
-
-class Sending(Protocol):
-    """What sends collectives: a plan of a step, a move."""
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]: ...
-    @property
-    def chip(self) -> Chip | None: ...
-    @property
-    def uncounted_loops(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)

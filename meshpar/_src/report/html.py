@@ -93,7 +93,7 @@ def plan_cell(plan: Plan) -> str:
     """The plan for a notebook: metrics, rules, the largest collectives; no script."""
     colours = AxisColours(plan.sizes)
     rules = rules_table(plan, colours)
-    collectives = collectives_table(plan, plan.collectives, colours, most=6, sortable=False)
+    collectives = collectives_table(plan.collectives, colours, timed=plan.chip is not None, most=6, sortable=False)
     return cell(f"{_head(plan)}{cards(plan)}{rules}{collectives}")
 
 
@@ -312,21 +312,21 @@ def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = Non
             out += (
                 f'<details class="of-rule" id="sent-{k}" data-rule="{k}"{opened}><summary>{_rule(e, colours)} '
                 f'<span class="n">{total}{took}, {calls} calls</span></summary>'
-                f"{collectives_table(plan, e.collectives.members, colours, most)}</details>"
+                f"{collectives_table(e.collectives.members, colours, plan.chip is not None, most)}</details>"
             )
     return f'<div class="by-rule">{out}</div>' if out else NOTHING_SENT
 
 
 def collectives_table(
-    plan: facts.Sending, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
+    of: Sequence[Collective], colours: AxisColours, timed: bool, most: int | None = None, sortable: bool = True
 ) -> str:
     """Some collectives, in the order of :func:`collective_groups`; those that are alike in everything shown are one row.
 
     Args:
+      timed: they have seconds.
       most: number of rows; None: all.
       sortable: headings sort the rows.
     """
-    timed = plan.chip is not None
 
     def alike(c: Collective) -> Hashable:
         return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, facts.location_of_op(c.origin)

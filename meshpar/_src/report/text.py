@@ -16,6 +16,7 @@ from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..cost.token_metrics import decoding_of
 from ..layout import UNSHARDED
+from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
 from . import facts
@@ -63,7 +64,7 @@ def plan_renderable(plan: Plan) -> Any:
         head.insert(0, Text(line, "bold red"))
     blocks: list[list[Any]] = [
         [*head, _summary(plan, colours)],
-        [collectives_block(plan, colours)],
+        [collectives_block(plan.collectives, colours, plan.chip is not None, bool(plan.uncounted_loops))],
         pipeline_section(plan),
         _costs(plan),
         [_arguments(plan, colours)],
@@ -206,17 +207,25 @@ def memory_bar(peak: float, capacity: float) -> Text:
     return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
 
 
-def collectives_block(plan: facts.Sending, colours: AxisColours, when: str = "a step", name: str = "plan") -> Any:
+def collectives_block(
+    collectives: Sequence[Collective],
+    colours: AxisColours,
+    timed: bool,
+    at_least: bool = False,
+    when: str = "a step",
+    name: str = "plan",
+) -> Any:
     """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below.
 
     Args:
+      timed: they have seconds.
+      at_least: a loop of unknown length sends more.
       when: follows what a device sends.
       name: of the variable that has the report.
     """
-    groups = facts.collective_groups(plan.collectives)
+    groups = facts.collective_groups(collectives)
     if not groups:
         return Text("each device sends nothing", style="bold")
-    timed = plan.chip is not None
     every = CollectiveGroup(tuple(c for g in groups for c in g.members))
     cost = attrgetter("seconds" if timed else "bytes")
     shown = [g for g in groups if cost(g) >= MIN_COLLECTIVE_SHARE * cost(every)][:MAX_COLLECTIVE_ROWS]
@@ -229,8 +238,8 @@ def collectives_block(plan: facts.Sending, colours: AxisColours, when: str = "a 
         table.append((rest, "", total, calls, "", seconds, f'{name}.save("{name}.html") lists them'))
     widths = [max(len(row[i]) for row in table) for i in range(6)]
     took = f", in {format_seconds(every.seconds)}" if timed else ""
-    at_least = "at least " * bool(plan.uncounted_loops)
-    lines: list[Any] = [Text(f"each device sends {at_least}{format_bytes(every.bytes)} {when}{took}", style="bold")]
+    more = "at least " * at_least
+    lines: list[Any] = [Text(f"each device sends {more}{format_bytes(every.bytes)} {when}{took}", style="bold")]
     for i, (op, axes, *numbers, dims) in enumerate(table):
         cells = "".join(f"  {text:>{n}}" for text, n in zip(numbers[: 3 + timed], widths[2:], strict=False))
         group = shown[i - 1] if 1 <= i <= len(shown) else None

@@ -1,8 +1,8 @@
 """Loops and branches.
 
-A loop of the per-device program is verified against one of the function as it was written, of the same kind and length. The induction
-hypothesis relates each carry to a carry of the written loop, as a term of its own; the body must give the same relation to the carry
-after one iteration. A carry that does not is unknown, and the body is walked again without it.
+A loop of the per-device program is verified against one of the function as it was written, of the same kind and length. The
+induction hypothesis relates each carry to a carry of the written loop, as a term of its own; the body must give the same
+relation to the carry after one iteration. A carry that does not is unknown, and the body is walked again without it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def places_of(loop: Loop, inits: Sequence[Rel | Unknown], avals: Sequence[Any]) 
 
 
 def starts_as(init: Rel, guess: Rel) -> bool:
-    """Whether an initial value has a relation: also a constant of any sharding, 0 as a partial sum, a maximum that all devices have."""
+    """Whether an initial value has a relation: also a constant of any sharding, 0 as a partial sum, a maximum that all devices
+    have."""
     spec = all(a == b or n == 1 for a, b, n in zip(init.spec, guess.spec, init.term.shape, strict=True))
     if init.partial == guess.partial:
         return spec and (not init.partial or init.kind == guess.kind)
@@ -155,11 +156,9 @@ def invariants(
                 except Unverified as e:
                     new = Unknown(replace(cause, reason=str(e)))
             elif after.term is not loop.nexts[places[k]]:
+                where = differs(after.term, loop.nexts[places[k]])
                 new = Unknown(
-                    replace(
-                        cause,
-                        reason=f"carry {k} is another value after an iteration than as written: {differs(after.term, loop.nexts[places[k]])}",
-                    )
+                    replace(cause, reason=f"carry {k} is another value after an iteration than as written: {where}")
                 )
             if new != guess:
                 guesses[k], changed = new, True

@@ -207,7 +207,7 @@ def owned_gather(ctx: Context, condition: Rel, x: Rel) -> Term | None:
     """Each row of a sharded table is on one device, which reads it; the others add 0."""
     block: Any = x.term.params
     operand, local = x.term.args
-    axes, d, n, params, batch = block
+    axes, _, n, params, batch = block
     if any(m != 1 and k not in batch for k, m in enumerate(condition.term.shape)):
         return None
     total = n * ctx.size(axes)
@@ -258,8 +258,8 @@ def owned_scatter(ctx: Context, axes: tuple[str, ...], n: int, mode: str, local:
 
 
 def sharded_start(ctx: Context, start: Term, n: int, total: int) -> tuple[str, ...] | None:
-    """The axes along which ``start`` is ``n`` times the index of the device, so that slices of ``n`` of ``total`` are blocks; a slice
-    that begins beyond the last block is moved back to it."""
+    """The axes along which ``start`` is ``n`` times the index of the device, so that slices of ``n`` of ``total`` are blocks; a
+    slice that begins beyond the last block is moved back to it."""
     try:
         axes, offsets = table(ctx, start)
     except Unverified:

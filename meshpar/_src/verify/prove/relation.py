@@ -2,10 +2,11 @@
 
 On the device at some coordinates of the mesh, a value with the relation ``Rel(term, shape, spec, partial)`` is a block of the array
 that ``term`` represents: along dim ``d`` the block of ``shape[d]`` elements whose number is the index of the device along the axes
-``spec[d]``, the first of them major. If ``partial`` names axes, the block is the sum (or the maximum, …) of the values of all devices
-along these axes. A term that depends on coordinates represents, on each device, the array for its coordinates.
+``spec[d]``, the first of them major. If ``partial`` names axes, the block is the sum (or the maximum, …) of the values of all
+devices along these axes. A term that depends on coordinates represents, on each device, the array for its coordinates.
 
-Example: a device's rows ``x[2 * k : 2 * k + 2]`` of an ``x`` with 8 rows, on a mesh ``data=4``: ``Rel(x, (2, 16), (("data",), ()))``.
+Example: a device's rows ``x[2 * k : 2 * k + 2]`` of an ``x`` with 8 rows, on a mesh ``data=4``: ``Rel(x, (2, 16), (("data",),
+  ()))``.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Rel:
       shape: of the per-device value.
       spec: for each dim, the axes over which it is sharded; () where ``term`` is constant along the dim.
       partial: the axes over which the value is to be reduced.
-      kind: by which reduction: ``sum``, ``max``, ``min``; for booleans ``max`` is ``or``. ``one``: a sum in which one device of a group
-        has the value, and the others -0.0. With ``*``: an elementwise function of such a value.
+      kind: by which reduction: ``sum``, ``max``, ``min``; for booleans ``max`` is ``or``. ``one``: a sum in which one device of
+        a group has the value, and the others -0.0. With ``*``: an elementwise function of such a value.
     """
 
     term: Term

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from .relation import Cause
+
+MAX_CAUSES = 5
+"""Causes that a printed proof shows."""
 
 Status = Literal["proven", "not verified", "refused"]
 
@@ -27,23 +31,34 @@ class Result:
     cause: Cause | None = None
 
 
+ASSUMPTIONS = (
+    "JAX's ops have the semantics of their documentation, and XLA compiles them so",
+    "sums in another order are equal, and so are multiples by numbers before and after a sum or a cast: up to rounding",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """A certificate that a per-device program computes the function as it was written, for these shapes on this mesh.
+    """A certificate that a per-device program computes the function as it was written, for these shapes on this mesh; print it.
 
     Attributes:
-      results: one for each result.
+      results: one for each array that the function returns.
       ops: family of lemmas → number of equations of the per-device program that its lemmas prove.
-      failed: cause → number of equations without a relation.
-      unreached: equations that read their results.
+      failed: cause → number of equations without a relation to a global value.
+      unreached: number of equations that read their results.
+      kernels: name → number of calls of kernels, whose local form is assumed to compute their rule.
       seconds: CPU time.
+      planned: of a proof that fails, the proof against the program that the plan was made of, after the rewrites of meshpar
+        (pipelines, gradients of kernels): what a layout may change is proven there, and the rewrites are not.
     """
 
     results: tuple[Result, ...]
     ops: Mapping[str, int]
     failed: Mapping[Cause, int]
     unreached: int
+    kernels: Mapping[str, int]
     seconds: float
+    planned: Proof | None = None
 
     @property
     def proven(self) -> bool:
@@ -52,6 +67,53 @@ class Proof:
 
     @property
     def status(self) -> Status:
-        """The worst status of a result."""
+        """``refused`` if a result is; else ``not verified`` if a result is not; else ``proven``."""
         found = {r.status for r in self.results}
         return "refused" if "refused" in found else "not verified" if "not verified" in found else "proven"
+
+    @property
+    def share(self) -> float:
+        """The part of the equations of the per-device program that are proven."""
+        done = sum(self.ops.values())
+        return done / max(done + self.unreached + sum(self.failed.values()), 1)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the proof takes as given."""
+        kernels = ", ".join(f"{name} ({n})" for name, n in self.kernels.items())
+        return (*ASSUMPTIONS, f"the local forms of kernels compute their rules: {kernels}") if kernels else ASSUMPTIONS
+
+    def to_json(self) -> str:
+        """The proof as JSON."""
+        causes = [{**asdict(c), "count": n} for c, n in self.failed.items()]
+        values = {
+            "status": self.status,
+            "results": [asdict(r) for r in self.results],
+            "ops": dict(self.ops),
+            "share": self.share,
+            "failed": causes,
+            "unreached": self.unreached,
+            "kernels": dict(self.kernels),
+            "assumptions": self.assumptions,
+            "seconds": self.seconds,
+            "planned": None if self.planned is None else json.loads(self.planned.to_json()),
+        }
+        return json.dumps(values)
+
+    def __str__(self) -> str:
+        count = sum(r.status == "proven" for r in self.results)
+        mark = "✓" if self.proven else "✗"
+        total, families = sum(self.ops.values()), ", ".join(f"{k} {n}" for k, n in sorted(self.ops.items()))
+        lines = [
+            f"{mark} {self.status}: {count} of {len(self.results)} results are those of the function as written",
+            f"  {total} ops proven ({self.share:.0%}): {families}",
+        ]
+        lines += [f"  not proven: {c}" + f", {n} times" * (n > 1) for c, n in list(self.failed.items())[:MAX_CAUSES]]
+        if not self.failed:
+            shown = [r for r in self.results if r.cause is not None][:MAX_CAUSES]
+            lines += [f"  not proven: {r.path}: {r.cause.reason}" for r in shown if r.cause is not None]
+        if self.planned is not None:
+            proven = sum(r.status == "proven" for r in self.planned.results)
+            lines.append(f"  of the program after meshpar's rewrites: {proven} of {len(self.results)} results")
+        lines += [f"  assumed: {text}" for text in self.assumptions]
+        return "\n".join(lines)

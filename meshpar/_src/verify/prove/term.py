@@ -1,11 +1,11 @@
 """Global values as expressions: an op, its params and its operands, each distinct expression once (hash consing).
 
-A term represents the same array on every device. Its value may depend on mesh coordinates (``axis_index``): such a term is one array
-for each coordinate along ``axes``. Two equal terms are equal arrays; two different terms may be equal arrays that the normal form
-does not identify.
+A term represents the same array on every device. Its value may depend on mesh coordinates (``axis_index``): such a term is one
+array for each coordinate along ``axes``. Two equal terms are equal arrays; two different terms may be equal arrays that the
+normal form does not identify.
 
-A dim of size 1 in the shape of a term broadcasts, as in NumPy: a term of shape [8, 1] represents the array of shape [8, n], whatever
-n, that is constant along its second dim. So a block of a constant is a constant, and needs no size.
+A dim of size 1 in the shape of a term broadcasts, as in NumPy: a term of shape [8, 1] represents the array of shape [8, n],
+whatever n, that is constant along its second dim. So a block of a constant is a constant, and needs no size.
 """
 
 from __future__ import annotations

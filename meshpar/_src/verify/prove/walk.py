@@ -87,6 +87,7 @@ class Walk:
                     return [unknown] * len(eqn.outvars)
                 own = str(eqn.params["name"]).removeprefix(KERNEL)
                 out = on_blocks(self.ctx, own, eqn, [r for r in rels if isinstance(r, Rel)])
+                self.ctx.assumed[own] += self.counting
                 self.count(eqn, "kernel")
                 return list(out)
             if body is not None and name != "pallas_call":
@@ -106,6 +107,9 @@ class Walk:
             self.count(eqn, family_of(name))
             return list(out)
         except Unverified as e:
+            terms = [r.term for r in rels if isinstance(r, Rel) and r.term.op != "literal"]
+            if not all(map(self.ctx.terms.is_known, terms)):  # perhaps blocks of values that are not in this form
+                e = Unverified(str(e))
             return [self.unknown(eqn, e)] * len(eqn.outvars)
 
     def count(self, eqn: JaxprEqn, family: str) -> None:
@@ -166,7 +170,8 @@ class Walk:
                     f"dim {d} of result {k} is sharded over {have or 'no axis'}, and its spec says {want or 'no axis'}"
                 )
         if refused:
-            return self.unknown(eqn, Contradiction(refused))
+            known = self.ctx.terms.is_known(r.term)
+            return self.unknown(eqn, Contradiction(refused) if known else Unverified(refused))
         if r.term.axes:
             return self.unknown(eqn, Unverified(f"result {k} may depend on the device"))
         return self.ctx.replicated(r.term, shape)
@@ -305,6 +310,7 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
         for k, v in enumerate(written.jaxpr.invars)
     ]
     expected = walk.run(written.jaxpr, written.consts, inputs)
+    ctx.terms.known.update(r.term.number for r in inputs if isinstance(r, Rel))
     ctx.written, program = False, without_dead_code(program)
     found = walk.run(program.jaxpr, program.consts, inputs)
     results = []
@@ -319,4 +325,4 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
             results.append(Result(path, "not verified", cause))
         else:
             results.append(Result(path, "proven"))
-    return Proof(tuple(results), walk.proven, walk.failed, walk.unreached, time.process_time() - begin)
+    return Proof(tuple(results), walk.proven, walk.failed, walk.unreached, ctx.assumed, time.process_time() - begin)

@@ -1,7 +1,7 @@
 """Lemmas by op: the relation of the results of an equation from the relations of its operands.
 
-A lemma takes a :class:`Context`, the equation and the relations of its operands, and returns the relations of its results; it raises
-:class:`Unverified` where its law does not apply. An op without a lemma is not verified.
+A lemma takes a :class:`Context`, the equation and the relations of its operands, and returns the relations of its results; it
+raises :class:`Unverified` where its law does not apply. An op without a lemma is not verified.
 """
 
 from . import collective, contract, elementwise, index, kernel, random, reduce, shape

@@ -109,14 +109,15 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     p = eqn.params
     some = one_partial(x, y, "a convolution")
     numbers = p["dimension_numbers"]
-    (xb, xf, *xs), (yo, yi, *ys), (ob, of, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    (xb, xf, *xs), (yo, yi, *ys), (ob, of, *_) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     groups = p["feature_group_count"], p["batch_group_count"]
     x, y = ctx.expanded(x, [xb, xf, *xs]), ctx.expanded(y, [yo, yi, *ys])
     for r, dims in ((x, xs), (y, ys)):
         for d in dims:
             require(not r.spec[d], f"a window along dim {d}, which is sharded over {', '.join(r.spec[d])}")
     if groups == (1, 1):
-        _, summed = together((x, y), (xf, yi), "input features")
+        require(x.spec[xf] == y.spec[yi], "input features sharded differently")
+        summed = x.spec[xf]
     else:
         require(not any(r.spec[d] for r, d in ((x, xb), (x, xf), (y, yo), (y, yi))), "sharded groups of features")
         summed = ()
@@ -126,6 +127,8 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         shape[d] *= ctx.size(spec[d])
     params = frozen({k: str(v) if k == "dimension_numbers" else v for k, v in p.items() if v is not None})
     term = ctx.terms.make("conv", params, (x.term, y.term), shape, out_dtype(eqn))
-    partial = frozenset(summed) | (some.partial if some else frozenset())
+    own = some.partial if some else frozenset()
+    require(not own & set(summed), "a sum over axes that an operand is partial over", refused=True)
+    partial = frozenset(summed) | own
     spec = [a if n != 1 else () for a, n in zip(spec, shape, strict=True)]
     return [Rel(term, out_shape(eqn), tuple(spec), partial)]

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from ..masks import resolved, unordered
 from ..relation import Context, Rel, Spec, not_partial, out_dtype, out_shape, require
-from ..term import Term, frozen, is_zero, number_of
+from ..term import frozen, is_zero, number_of
 from .table import lemma
 
 UNARY = (
@@ -88,7 +88,8 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def image(rels: Sequence[Rel]) -> Rel:
     """The first of the operands of kind ``max*``: values f(x) of a partial maximum x, whose maximum is only known for the f of
-    :func:`masks.ordered`, or that devices add of :func:`masks.bits_of`. All are images of values that are partial over the same axes, along which the others do not vary."""
+    :func:`masks.ordered`, or that devices add of :func:`masks.bits_of`. All are images of values that are partial over the same
+    axes, along which the others do not vary."""
     some = [r for r in rels if r.partial]
     for r in rels:
         same = (r.partial, r.kind) == (some[0].partial, some[0].kind) if r.partial else not r.varying & some[0].partial
@@ -141,7 +142,6 @@ def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     for x, y in (rels, rels[::-1]):
         number = number_of(x.term)
         if number is not None and np.isfinite(number) and not isinstance(number, bool):
-            _, _, spec = aligned(ctx, eqn, [y, x])
             y = y if len(y.shape) == len(out_shape(eqn)) else lifted(ctx, y, len(out_shape(eqn)))
             return scaled(ctx, y, Fraction(number), out_shape(eqn))
     some = [r for r in rels if r.partial]
@@ -236,7 +236,3 @@ SAME = (
 def same(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The operands: copies, names, and hints to the compiler."""
     return list(rels)
-
-
-def term_of(rel: Rel) -> Term:
-    return rel.term

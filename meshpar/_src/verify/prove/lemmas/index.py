@@ -17,8 +17,8 @@ from .table import lemma
 
 @lemma("dynamic_slice")
 def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """At n times the index of the device, a slice of n elements is its block. At another index, which all devices have, it is a slice of
-    a dim that is not sharded."""
+    """At n times the index of the device, a slice of n elements is its block. At another index, which all devices have, it is a
+    slice of a dim that is not sharded."""
     x, *starts = rels
     not_partial(starts, "an index")
     for d, (start, n) in enumerate(zip(starts, eqn.params["slice_sizes"], strict=True)):
@@ -69,8 +69,8 @@ def dynamic_update_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> li
 def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Dims that are complete in each slice, and dims of the indices, are carried along; indexed dims are not sharded.
 
-    Of an indexed dim that is sharded, the result is the term ``gather_block``: rows of the device's block, at an index that depends on
-    the device. A mask makes it a partial value (:func:`masks.owned_gather`).
+    Of an indexed dim that is sharded, the result is the term ``gather_block``: rows of the device's block, at an index that
+    depends on the device. A mask makes it a partial value (:func:`masks.owned_gather`).
     """
     x, index = rels
     not_partial([index], "an index")

@@ -28,8 +28,8 @@ def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 
 def on_blocks(ctx: Context, name: str, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The results of a kernel's local form on blocks: sharded along the dims of each factor as the operands are, and partial over the
-    axes of factors that it does not have. A factor marked ``!`` is not sharded."""
+    """The results of a kernel's local form on blocks: sharded along the dims of each factor as the operands are, and partial
+    over the axes of factors that it does not have. A factor marked ``!`` is not sharded."""
     not_partial(rels, f"kernel {name}")
     rels = [ctx.expanded(r, [d for d, n in enumerate(r.shape) if not r.spec[d]]) for r in rels]
     written = ctx.kernels.get((name, *(r.term.number for r in rels)))
@@ -68,5 +68,4 @@ def on_blocks(ctx: Context, name: str, eqn: JaxprEqn, rels: Sequence[Rel]) -> li
         term = ctx.terms.make("kernel", (id(written), k), (r.term for r in rels), var.aval.shape, var.aval.dtype)
         spec = tuple(a if n != 1 else () for a, n in zip(spec, term.shape, strict=True))
         out.append(Rel(term, out_shape(eqn, k), spec, partial))
-    ctx.assumed[name] += 1
     return out

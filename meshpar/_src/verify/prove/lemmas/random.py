@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
-import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..relation import Context, Rel, not_partial, out_dtype, out_shape, require

@@ -19,8 +19,8 @@ KINDS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_
 
 @lemma(*KINDS)
 def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Σ over a sharded dim is the sum over devices of the sums of their blocks: partial over its axes. Along a dim where x is constant,
-    Σ is n x."""
+    """Σ over a sharded dim is the sum over devices of the sums of their blocks: partial over its axes. Along a dim where x is
+    constant, Σ is n x."""
     (x,), axes, kind = rels, [int(a) for a in eqn.params["axes"]], KINDS[eqn.primitive.name]
     over = frozenset(a for d in axes for a in x.spec[d])
     require(not x.partial or x.kind == kind, f"{eqn.primitive.name} of a partial {x.kind}", refused=True)
@@ -72,7 +72,7 @@ def jointly(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], dims: Sequence[int
     """Several operands of one shape, along dims that are not sharded."""
     rels = [ctx.expanded(r, range(len(r.shape))) if len(rels) > 1 else ctx.expanded(r, dims) for r in rels]
     for r in rels:
-        require(r.spec == rels[0].spec, "operands sharded differently", refused=True)
+        require(r.spec == rels[0].spec, "operands sharded differently")
         require(not any(r.spec[d] for d in dims), "it acts along a dim that is sharded")
     out = []
     for k, var in enumerate(eqn.outvars):
@@ -97,7 +97,7 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     p = eqn.params
     dims = [
         d for d in range(len(rels[0].shape))
-        if (p["window_dimensions"][d], p["window_strides"][d], tuple(p["padding"][d])) != (1, 1, (0, 0))
+        if (p["window_dimensions"][d], p["window_strides"][d], tuple(p["padding"][d]), p["base_dilation"][d]) != (1, 1, (0, 0), 1)
     ]  # fmt: skip
     require(eqn.primitive.name != "reduce_window", "a window with a reduction of its own")
     return carried(ctx, eqn, rels[0], dims, frozen(p))
@@ -111,7 +111,7 @@ def select_and_scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list
     p = eqn.params
     dims = [d for d in range(len(operand.shape)) if (p["window_dimensions"][d], p["window_strides"][d]) != (1, 1)]
     source, operand = (ctx.expanded(r, range(len(r.shape))) for r in (source, operand))
-    require(source.spec == operand.spec, "operands sharded differently", refused=True)
+    require(source.spec == operand.spec, "operands sharded differently")
     require(not any(operand.spec[d] for d in dims), "a window along a dim that is sharded")
     k = 1 if eqn.primitive.name == "select_and_gather_add" else 0
     like = (source, operand)[1 - k]

@@ -64,8 +64,8 @@ def reshaped(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Rel:
 
 
 def _reshapes(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[tuple[str, ...]]]]:
-    """(sizes of the term, spec) of results of a local reshape. A device digit stands before the local digits of its dim: at the same
-    product of the local sizes before it, in the operand and the result."""
+    """(sizes of the term, spec) of results of a local reshape. A device digit stands before the local digits of its dim: at the
+    same product of the local sizes before it, in the operand and the result."""
     if math.prod(shape) == 0:
         require(x.shape == shape, "a reshape of no elements")
         yield list(x.term.shape), list(x.spec)

@@ -1,0 +1,33 @@
+"""Proofs of plans: the program that a plan is lowered to, against the function as it was written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...errors import UnsupportedError
+from ..compat.jax import abstract_array, make_generated_jaxpr, on_host
+from ..lower import lower_to_shard_map
+from ..plan.plan import Plan
+from .prove import Proof, prove_program
+
+
+def prove_plan(plan: Plan) -> Proof:
+    """The proof of a plan, against the function as JAX traced it; if that fails, with a proof against the program after the
+    rewrites of :mod:`program` (pipelines, gradients of kernels) as :attr:`Proof.planned`.
+
+    Raises:
+      UnsupportedError: a plan of ``lowering="jit"``.
+    """
+    if plan.lowering == "jit":
+        reason = "" if plan.lowering_reason is None else f" ({plan.lowering_reason})"
+        raise UnsupportedError(
+            f'under lowering="jit" XLA partitions the program{reason}: there is no per-device program to prove',
+            fixes=['lowering="shard_map", under which meshpar partitions it', "mp.check runs and compares it"],
+        )
+    values = plan.program.inputs
+    avals = [abstract_array(v.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in values]
+    lowered = make_generated_jaxpr(lower_to_shard_map(plan, plan.mesh)[0], *avals)
+    paths = [h.path for h in plan.outputs]
+    written, planned = plan.program.traced.written, plan.program.closed
+    proof = prove_program(written, lowered, paths)
+    return proof if proof.proven else replace(proof, planned=prove_program(planned, lowered, paths))

@@ -1,0 +1,118 @@
+"""Lemmas: a program of devices that is proven equals the function on 8 devices, and is not proven with other specs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from meshpar._src.verify.prove import prove_program
+
+RNG = np.random.default_rng(0)
+
+
+def rows_of(table, index):
+    """Rows of a table that is sharded over `data`, as a partial sum."""
+    k, n = lax.axis_index("data"), table.shape[0]
+    local = index - k * n
+    mine = (local >= 0) & (local < n)
+    rows = table.at[jnp.where(mine, local, 0)].get(mode="clip")
+    return lax.psum(jnp.where(mine[:, None], rows, 0.0), "data")
+
+
+def scan_of(x, w, reduce=lambda x: x):
+    def body(carry, row):
+        carry = jnp.tanh(carry + reduce(row @ w))
+        return carry, carry * 2
+
+    return lax.scan(body, jnp.zeros(w.shape[1], x.dtype), x)
+
+
+psum = functools.partial(lax.psum, axis_name="data")
+gather = functools.partial(lax.all_gather, axis_name="data", tiled=True)
+SWAPPED = [(j * 4 + i, i * 2 + j) for i in range(4) for j in range(2)]
+CASES = {
+    "elementwise": (lambda x: jnp.exp(x) * 2 + x, None, [P("data")], P("data"), [(8, 4)], P()),
+    "contraction": (lambda x, w: x @ w, lambda x, w: psum(x @ w), [P(None, "data"), P("data")], P(), [(4, 8), (8, 6)], P("data")),
+    "scatter of a sum": (
+        lambda x, w: x @ w, lambda x, w: lax.psum_scatter(x @ w, "data", scatter_dimension=0, tiled=True),
+        [P(None, "data"), P("data")], P("data"), [(8, 8), (8, 6)], P(None),
+    ),
+    "maximum": (lambda x: jnp.max(x, 0), lambda x: lax.pmax(jnp.max(x, 0), "data"), [P("data")], P(), [(8, 4)], P("data")),
+    "gather": (lambda x: jnp.cumsum(x, 0), lambda x: jnp.cumsum(gather(x), 0), [P("data")], P(), [(8, 4)], P("data")),
+    "all-to-all": (
+        lambda x: jnp.sort(x, 0), lambda x: jnp.sort(lax.all_to_all(x, "data", 1, 0, tiled=True), 0),
+        [P("data")], P(None, "data"), [(8, 8)], P("data"),
+    ),
+    "iota": (
+        lambda x: x * jnp.arange(8).astype(jnp.float32)[:, None],
+        lambda x: x * (jnp.arange(2) + lax.axis_index("data") * 2).astype(jnp.float32)[:, None],
+        [P("data")], P("data"), [(8, 4)], P(),
+    ),
+    "block": (
+        lambda x: jnp.exp(x), lambda x: lax.dynamic_slice_in_dim(jnp.exp(x), lax.axis_index("data") * 2, 2, 0),
+        [P()], P("data"), [(8, 4)], P(),
+    ),
+    "reshape": (lambda x: x.reshape(2, 4, 3), lambda x: x.reshape(-1, 4, 3), [P("model")], P("model"), [(8, 3)], P(None, "model")),
+    "permutation": (
+        lambda x: x + 1, lambda x: lax.ppermute(x, ("data", "model"), SWAPPED) + 1,
+        [P(("data", "model"))], P(("model", "data")), [(8, 4)], P(("data", "model")),
+    ),
+    "scan": (scan_of, lambda x, w: scan_of(x, w, psum), [P(None, "data"), P("data")], P(), [(5, 8), (8, 6)], P("data")),
+}  # fmt: skip
+
+
+def programs(name, out=None):
+    """(the function, its sharded form, arguments)."""
+    written, local, ins, outs, shapes, _ = CASES[name]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    where = {"mesh": mesh, "in_specs": tuple(ins), "out_specs": outs if out is None else out, "check_vma": False}
+    args = [jnp.asarray(RNG.integers(-3, 4, s), jnp.float32) for s in shapes]
+    return written, jax.shard_map(local or written, **where), args
+
+
+def proof_of(written, sharded, args):
+    return prove_program(jax.make_jaxpr(written)(*args), jax.make_jaxpr(sharded)(*args))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_proven_program_equals_the_function(name):
+    written, sharded, args = programs(name)
+    assert proof_of(written, sharded, args).proven
+    for found, wanted in zip(jax.tree.leaves(jax.jit(sharded)(*args)), jax.tree.leaves(written(*args)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("scan",)])
+def test_a_program_with_other_specs_is_not_proven(name):
+    written, *_, wrong = CASES[name]
+    _, sharded, args = programs(name, wrong)
+    try:
+        proof = proof_of(written, sharded, args)
+    except (ValueError, AssertionError):  # shapes that JAX rejects
+        return
+    assert not proof.proven
+
+
+def test_rows_of_a_sharded_table_are_proven_for_every_index():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    where = {"mesh": mesh, "in_specs": (P("data"), P()), "out_specs": P(), "check_vma": False}
+    table, index = jnp.asarray(RNG.normal(size=(16, 3)), jnp.float32), jnp.asarray(RNG.integers(0, 16, 7))
+    written = lambda table, index: table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)  # noqa: E731
+    assert np.array_equal(jax.shard_map(rows_of, **where)(table, index), written(table, index))
+    wrong = lambda table, index: rows_of(table, index + 1)  # noqa: E731
+    assert not proof_of(written, jax.shard_map(wrong, **where), (table, index)).proven
+
+
+def test_the_cause_has_the_op_the_reason_and_the_line():
+    where = {"mesh": jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), "check_vma": False}
+    local = jax.shard_map(lambda x: jnp.tanh(x.sum(0)), in_specs=P("data"), out_specs=P(), **where)
+    proof = proof_of(lambda x: jnp.tanh(x.sum(0)), local, [jnp.ones((8, 4))])
+    assert proof.status == "refused"
+    (cause,) = proof.failed
+    assert (cause.op, cause.refused) == ("tanh", True)
+    assert "partial over data" in cause.reason
+    assert "test_lemmas.py" in cause.line
