@@ -4,9 +4,9 @@
     python benchmarks/move.py --runs 9    # the median of more runs
 
 The first table is the plan of the real sizes on v5e:2x4 (donated, bfloat16): bytes that a device sends and receives, programs and
-collectives, seconds, and the peak memory over the larger side. The second one moves a form of 34 MB, of the same arrays. "Sends"
-of `jax.device_put` are the wire bytes of the program to which XLA compiles the identity under both shardings; where it has other
-devices, JAX copies arrays from device to device and reports no bytes. CPU seconds say nothing about TPUs.
+collectives, seconds, and the peak memory over the larger side. The second one moves the same arrays with smaller sizes, 125 MB,
+not donated. "Sends" of `jax.device_put` are the wire bytes of the program to which XLA compiles the identity under both shardings;
+where it has other devices, JAX copies arrays from device to device and reports no bytes. CPU seconds say nothing about TPUs.
 """
 
 import argparse

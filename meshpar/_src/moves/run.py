@@ -77,7 +77,7 @@ def local_move(array: MovedArray, axes: tuple[str, ...]) -> Callable[..., jax.Ar
 class Program:
     """The program of a round.
 
-    It takes and returns the shards of each device as blocks of arrays along their first dim, which neither copies them nor needs a
+    It takes and returns the shards of each device as parts of arrays along their first dim, which neither copies them nor needs a
     sharding that both sides know. Devices without a shard of the source have zeros, and those outside of the target a result that
     is dropped.
     """
