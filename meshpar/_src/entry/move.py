@@ -431,10 +431,15 @@ def _rules(dims: str, sharding: NamedSharding) -> str:
 
 def _chunked(array: MovedArray, donate: bool, most: float, chip: Chip | None) -> MovedArray:
     """The array in chunks of at most ``most`` bytes, as far as its first dim allows."""
-    if array.route is None or max(array.before, array.after) <= most:
+    if array.route is None:
         return array
-    at, count = chunks_of(array.route, most, max(array.before, array.after))
-    place = donate and count > 1 and array.route.replaces(at) and array.old_dtype == array.dtype
+    size, same = max(array.before, array.after), array.before == array.after and array.old_dtype == array.dtype
+    if array.route.parts is not None and not array.route.joints:  # it stays as it is
+        return replace(array, in_place=donate and same)
+    if size <= most:
+        return array
+    at, count = chunks_of(array.route, array.shape, most, size)
+    place = donate and count > 1 and same and array.route.replaces(at)
     return _recorded(replace(array, chunks=(at, count), in_place=place), chip)
 
 

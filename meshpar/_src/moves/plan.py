@@ -83,7 +83,8 @@ class MovedArray:
         if self.route is None:
             return 0.0
         if self.route.rounds:
-            return 2 * self.wire * max(math.prod(r.shape) for r in self.route.rounds)
+            chunk = max(self.before, self.after) * (self.chunks[1] > 1)
+            return (2 * self.wire * max(math.prod(r.shape) for r in self.route.rounds) + chunk) / self.chunks[1]
         return 2 * max(self.before, self.after) / self.chunks[1] if self.route.joints else 0.0
 
 
@@ -91,17 +92,19 @@ def _elements(sharding: NamedSharding, shape: Sequence[int]) -> int:
     return math.prod(local_shape(shape, spec_of(sharding, len(shape)), dict(sharding.mesh.shape)))
 
 
-def chunks_of(route: Route, most: float, size: float) -> tuple[int, int]:
+def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> tuple[int, int]:
     """The part of the dims, sharded on neither side, and the number of chunks along it with which no chunk of an array has more
     than ``most`` bytes, or as few as possible: along the first dim if it is such a part, since an array is then replaced in place.
 
     Args:
       size: bytes of the larger shard.
     """
-    if route.parts is None or not route.joints:
-        return 0, 1
-    sharded = {*route.parts.have.values(), *route.parts.need.values()}
-    free = {k: n for k, n in enumerate(route.parts.sizes) if k not in sharded}
+    if route.parts is None:  # by rounds: the first dim, if no block is a part of it
+        whole = shape and all(r.operand == 0 and r.shape[0] == shape[0] for r in route.rounds)
+        free = {0: shape[0]} if whole else {}
+    else:
+        sharded = {*route.parts.have.values(), *route.parts.need.values()}
+        free = {k: n for k, n in enumerate(route.parts.sizes) if k not in sharded and route.joints}
     fits = {k: next((c for c in range(1, n + 1) if n % c == 0 and size / c <= most), n) for k, n in free.items()}
     return min(fits.items(), key=lambda x: (size / x[1] > most, x[0]), default=(0, 1))
 
@@ -120,7 +123,7 @@ def collectives_of(
       chunks: every collective runs once for each.
     """
     if route.rounds:
-        return _permutes(route, path, dims, shape, dtype, wire, cause, chip)
+        return _permutes(route, path, dims, shape, dtype, wire, chunks, cause, chip)
     assert route.parts is not None
     assert route.mesh is not None
     torus = torus_of(program_mesh(route)) if isinstance(operands[0].sharding.mesh, Mesh) else {}
@@ -145,7 +148,15 @@ def collectives_of(
 
 
 def _permutes(
-    route: Route, path: str, dims: str, shape: tuple[int, ...], dtype: Any, wire: float, cause: str, chip: Chip | None
+    route: Route,
+    path: str,
+    dims: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    wire: float,
+    chunks: int,
+    cause: str,
+    chip: Chip | None,
 ) -> tuple[tuple[Collective, ...], dict[str, float]]:
     """As :func:`collectives_of`, of a route in rounds of permutes."""
     sending = [r for r in route.rounds if any(s != t for s, t in r.pairs)]
@@ -168,9 +179,9 @@ def _permutes(
         # messages over several links share them: each device has a link in each dimension of the torus
         crowd = 1.0 if chip is None else max(1.0, sum(hops) / len(hops) / max(1, len(chip.torus)))
         seconds += slowest * crowd
-    n = float(route.sent.max()) * wire / len(sending)
-    axes, each = ("devices",), None if chip is None else seconds / len(sending)
-    record = Collective("collective-permute", axes, path, dims, shape, dtype, n, len(sending), cause, seconds=each)
+    calls = len(sending) * chunks
+    n, each = float(route.sent.max()) * wire / calls, None if chip is None else seconds / calls
+    record = Collective("collective-permute", ("devices",), path, dims, shape, dtype, n, calls, cause, seconds=each)
     return (record,), {kind: float(sent.max()) for kind, sent in kinds.items()}
 
 

@@ -91,7 +91,7 @@ class Route:
         """Whether a shard may be replaced in place, chunk by chunk along a part of its dims: the chunks are contiguous and as large
         on either side."""
         if self.parts is None:
-            return False
+            return True
         before, after = (self.parts.local(of) for of in (self.parts.have, self.parts.need))
         return math.prod(before) == math.prod(after) and math.prod(before[:at]) == math.prod(after[:at]) == 1
 

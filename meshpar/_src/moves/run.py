@@ -47,17 +47,27 @@ def local_move(array: MovedArray, axes: tuple[str, ...]) -> Callable[..., jax.Ar
         x = cast(x, True).reshape(parts.local(parts.have))
         return cast(follow(x, parts, route.mesh, route.joints, route.on_cpus), False)
 
-    def chunked(x: jax.Array, parts: Parts) -> jax.Array:
+    def by_rounds(x: jax.Array, rows: int) -> jax.Array:
+        """The bits of ``rows`` rows of a shard of the target."""
+        steps = tuple(replace(r, shape=(rows, *r.shape[1:])) for r in route.rounds)
+        y = exchange([cast(x, True)], replace(route, rounds=steps), (rows, *shape[1:]), axes)
+        return cast(y, False)
+
+    def chunked(x: jax.Array) -> jax.Array:
         """The chunks one after the other; of a donated array each in place of the one that it was."""
-        at, count = array.chunks
-        rows = parts.sizes[at] // count
-        part = replace(parts, sizes=tuple(rows if k == at else n for k, n in enumerate(parts.sizes)))
+        (at, count), parts = array.chunks, route.parts
+        rows = (shape[0] if parts is None else parts.sizes[at]) // count
         # [dims before the part, chunks, other dims]: XLA leaves such arrays in their layout, and copies none
-        sides = [(math.prod(of[:at]), count, -1) for of in (parts.local(parts.have), parts.local(parts.need))]
+        sides = [(1, count, -1), (1, count, -1)]
+        local = (rows, *x.shape[1:])
+        if parts is not None:
+            sides = [(math.prod(of[:at]), count, -1) for of in (parts.local(parts.have), parts.local(parts.need))]
+            parts = replace(parts, sizes=tuple(rows if k == at else n for k, n in enumerate(parts.sizes)))
         x = x.reshape(sides[0])
 
         def body(k: jax.Array, out: jax.Array) -> jax.Array:
-            y = moved(lax.dynamic_index_in_dim(out if array.in_place else x, k, 1, keepdims=False), part)
+            y = lax.dynamic_index_in_dim(out if array.in_place else x, k, 1, keepdims=False)
+            y = by_rounds(y.reshape(local), rows) if parts is None else moved(y, parts)
             return lax.dynamic_update_index_in_dim(out, y.reshape(out.shape[0], -1), k, 1)
 
         empty = _bits(jnp.zeros(shape, dtype), route.on_cpus).reshape(sides[1])
@@ -65,10 +75,12 @@ def local_move(array: MovedArray, axes: tuple[str, ...]) -> Callable[..., jax.Ar
 
     def move(*xs: jax.Array) -> jax.Array:
         xs = tuple(_bits(x, route.on_cpus) for x in xs)
-        if route.parts is None:
-            y = cast(exchange([cast(x, True) for x in xs], route, shape, axes), False)
+        if array.chunks[1] > 1:
+            y = chunked(xs[0])
+        elif route.parts is not None:
+            y = moved(xs[0], route.parts)
         else:
-            y = (chunked if array.chunks[1] > 1 else moved)(xs[0], route.parts)
+            y = cast(exchange([cast(x, True) for x in xs], route, shape, axes), False)
         return _of_bits(y, dtype).reshape(shape)
 
     return move
