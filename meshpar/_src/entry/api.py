@@ -374,7 +374,7 @@ def prove(
       MeshparError: as :func:`plan`.
 
     Example:
-      >>> proof = mp.prove(train_step, params, x, mesh="data=64, model=8", layout="batch: data; mlp: model", dims=dims)
+      >>> proof = mp.prove(train_step, params, x, mesh="data=4, model=2", layout="batch: data; mlp: model", dims=dims)
       >>> proof.proven, proof.share
       (True, 1.0)
     """

@@ -2,7 +2,7 @@
 
 Each process writes the shards of its devices to a folder in the memory of its host, so that a restart reads no disk. A copy is of
 use if it outlives the host that made it. Where a mesh axis replicates an array over the groups of hosts that are lost together,
-each group has the whole array anyway, and nothing is sent. The shards of other arrays are also sent to the devices of the next
+each group has all of the array anyway, and nothing is sent. The shards of other arrays are also sent to the devices of the next
 group, whose hosts store both.
 
 .. code-block:: text
@@ -106,7 +106,7 @@ class Groups:
 
     @functools.cached_property
     def source(self) -> dict[Any, Any]:
-        """Device → the device that sends it its shard: of the group before; empty if each group has the whole array, if there is
+        """Device → the device that sends it its shard: of the group before; empty if each group has all of the array, if there is
         one group only, or if groups differ in size.
         """
         groups, every = self.devices, {start for start, _ in self.blocks.values()}
@@ -402,10 +402,10 @@ class Copy:
         """
         out: dict[str, Any] = {}
         mine: Exception | None = None
-        with _Exchange(self._here) as peers:
+        with _Exchange(self._here) as others:
             try:
                 for path, target in targets.items():
-                    part = _Part(path, self._blocks[path], peers)
+                    part = _Part(path, self._blocks[path], others)
                     if target is None:
                         out[path] = part((slice(None),) * len(self.facts["stored"][path]))
                     else:
@@ -424,8 +424,8 @@ class Copy:
 class _Part:
     """A function from the index of a part of an array to the part, made of blocks, each of which is read once."""
 
-    def __init__(self, path: str, blocks: Sequence[Any], peers: _Exchange):
-        self.path, self.blocks, self.peers = path, blocks, peers
+    def __init__(self, path: str, blocks: Sequence[Any], others: _Exchange):
+        self.path, self.blocks, self.others = path, blocks, others
         self.shape = [max(s[d] + n[d] for s, n, *_ in blocks) for d in range(len(blocks[0][0]))]
         self._read: dict[tuple[int, ...], np.ndarray] = {}
 
@@ -443,7 +443,7 @@ class _Part:
 
     def _block(self, start: tuple[int, ...], shape: Any, dtype: str, digest: Sequence[int], process: int) -> np.ndarray:
         if start not in self._read:
-            block = self.peers.block(self.path, start, shape, dtype, process)
+            block = self.others.block(self.path, start, shape, dtype, process)
             if [n & 0xFFFFFFFF for n in digest_on_host(block, start)] != list(digest):
                 text = f"the copy in memory of `{self.path}` differs from its digest"
                 raise DigestError(text, path=self.path, fixes=["the last state on disk is restored instead"])
@@ -481,14 +481,14 @@ class _Exchange(contextlib.ExitStack):
             threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
             self.callback(server.server_close)
             self.callback(server.shutdown)
-            self._peers = exchange("the addresses of the copies", [_address(), server.server_address[1], secret])
+            self._others = exchange("the addresses of the copies", [_address(), server.server_address[1], secret])
         return self
 
     def block(self, path: str, start: tuple[int, ...], shape: Sequence[int], dtype: str, process: int) -> np.ndarray:
         """A block from this host, or from the process that lists it."""
         if start in self._here.get(path, {}):
             return self._here[path][start].array()
-        host, port, secret = self._peers[process]
+        host, port, secret = self._others[process]
         if process not in self._connections:
             connection = self.enter_context(socket.create_connection((host, port), timeout=60))
             self._connections[process] = self.enter_context(connection.makefile("rwb"))

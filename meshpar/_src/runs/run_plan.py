@@ -205,8 +205,8 @@ class RunPlan(Document):
     @property
     def cheapest(self) -> RunRow | None:
         """The row of the lowest cost, of those that fit and have a price; None: there is none."""
-        priced = [(row.cost.median, k) for k, row in enumerate(self.rows) if row.cost is not None and row.fits]
-        return self.rows[min(priced)[1]] if priced else None
+        with_cost = [(row.cost.median, k) for k, row in enumerate(self.rows) if row.cost is not None and row.fits]
+        return self.rows[min(with_cost)[1]] if with_cost else None
 
     def to_json(self) -> str:
         """The forecast as JSON: parameters, and the rows with the seconds between saves."""
@@ -232,9 +232,9 @@ class RunPlan(Document):
 
     def _tables(self) -> list[Table]:
         """Days, goodput and cost of each topology; where the time goes; and saves, restarts and copies in memory."""
-        several, priced = len(self.rows) > 1, any(row.cost for row in self.rows)
+        several, with_cost = len(self.rows) > 1, any(row.cost for row in self.rows)
         names = [Cell(r.where, terminal=Text(r.where, "bold" * (several and r == self.best))) for r in self.rows]
-        tables = zip(*(_cells(row, priced) for row in self.rows), strict=True)
+        tables = zip(*(_cells(row, with_cost) for row in self.rows), strict=True)
         return [
             Table(
                 [("topology", "word"), *((head, "n") for head in rows[0])],
@@ -284,8 +284,8 @@ class RunPlan(Document):
         return f"<RunPlan of {self._title()}: {self._verdict()}>"
 
 
-def _cells(r: RunRow, priced: bool) -> tuple[dict[str, Cell], ...]:
-    """Heading → cell, in each of the three tables of a report; with a cost if ``priced``."""
+def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
+    """Heading → cell, in each of the three tables of a report; with a cost if ``with_cost``."""
 
     def cell(form: Callable[[float], str], value: float) -> Cell:
         return number(form(value), value)
@@ -300,7 +300,7 @@ def _cells(r: RunRow, priced: bool) -> tuple[dict[str, Cell], ...]:
         "goodput": cell(percent, r.goodput.median),
         "failures": cell("{:,.0f}".format, r.failures.median),
     }
-    if priced:
+    if with_cost:
         run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
     every, at_most = r.save_seconds
     saves = {

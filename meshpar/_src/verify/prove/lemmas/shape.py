@@ -45,7 +45,8 @@ def reshape(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Elements do not change their order. With the index of an element written in digits, major to minor, those of the device and
     those within its block, the digits of the operand and of the result are the same.
 
-    Of several results that hold, one that the function as written has, or a value that was reshaped before.
+    Of several results that hold, one that the function as written has, or a value that was reshaped before; then one with the axes
+    of the dims of the operand.
     """
     require(eqn.params.get("dimensions") is None or eqn.primitive.name != "reshape", "a reshape that transposes")
     return [reshaped(ctx, rels[0], out_shape(eqn))]
@@ -60,7 +61,7 @@ def reshaped(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Rel:
     require(bool(found), f"a reshape of {list(x.shape)} sharded over {x.spec} to {list(shape)}")
     made = [x.of(ctx.terms.reshape(x.term, sizes), shape, spec) for sizes, spec in found]
     known = [m for m in made if ctx.terms.is_known(m.term)] or [m for m in made if m.term.op != "reshape"]
-    return (known or made)[0]
+    return max(known or made, key=lambda m: sum(axes in x.spec for axes in m.spec if axes))
 
 
 def _reshapes(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Iterator[tuple[list[int], list[tuple[str, ...]]]]:
