@@ -98,5 +98,5 @@ def test_the_report_counts_the_ops_and_lists_kernels_and_assumptions():
     assert (proof.status, proof.share) == ("proven", 1.0)
     assert sum(proof.kernels.values()) == proof.ops["kernel"] == 3
     assert json.loads(proof.to_json())["status"] == "proven"
-    assert "splash" in proof.assumptions[-1]
+    assert "heads_first" in proof.assumptions[-1]
     assert str(proof).startswith("✓ proven")
