@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 RECORDS = ROOT / "build" / "suite"
-MAX_PAGE_LINES = 560
+MAX_PAGE_LINES = 561
 PACKAGES = ("jax", "flax", "libtpu")
 TARGET = "workers:tables_printed"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -136,6 +136,7 @@ BENCHMARKS = (
         "Time of a call, of tracing and of planning, compared with `jax.jit` under hand-written PartitionSpecs (medians; plans: "
         "CPU time).",
     ),
+    Benchmark("prove", "step", "python benchmarks/prove.py", 30),
     Benchmark(
         "agreement", "step", "python benchmarks/agreement.py --standard --results FILE", 240, "",
         "Planned and compiled steps",

@@ -166,9 +166,14 @@ def not_partial(rels: Iterable[Rel], op: str) -> None:
         require(not rel.partial, f"{op} of a value that is partial over {', '.join(sorted(rel.partial))}", refused=True)
 
 
+def aval_of(var: Any) -> Any:
+    """The shape and dtype of a variable."""
+    return var.aval
+
+
 def out_shape(eqn: JaxprEqn, k: int = 0) -> tuple[int, ...]:
-    return tuple(eqn.outvars[k].aval.shape)
+    return tuple(aval_of(eqn.outvars[k]).shape)
 
 
 def out_dtype(eqn: JaxprEqn, k: int = 0) -> Any:
-    return eqn.outvars[k].aval.dtype
+    return aval_of(eqn.outvars[k]).dtype

@@ -61,7 +61,7 @@ class Terms:
 
     def __init__(self) -> None:
         self.table: dict[Hashable, Term] = {}
-        self.known: frozenset[int] | set[int] = set()
+        self.known: set[int] = set()
 
     def make(
         self, op: str, params: Hashable, args: Iterable[Term], shape: Sequence[int], dtype: Any, sort: bool = False
@@ -171,7 +171,7 @@ def is_zero(term: Term) -> bool:
     return number_of(term) == 0
 
 
-def frozen(value: Any) -> Hashable:
+def frozen(value: Any) -> Any:
     """A param of an equation as a hashable value; numbers of NumPy as Python's."""
     if isinstance(value, dict):
         return tuple(sorted((k, frozen(v)) for k, v in value.items()))

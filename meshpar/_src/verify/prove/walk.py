@@ -16,7 +16,7 @@ from .lemmas import LEMMAS, family_of
 from .lemmas.elementwise import SAME
 from .lemmas.kernel import on_blocks
 from .loops import Loop
-from .relation import Cause, Context, Contradiction, Rel, Unknown, Unverified, require
+from .relation import Cause, Context, Contradiction, Rel, Unknown, Unverified, aval_of, require
 from .report import Proof, Result
 from .term import Terms
 
@@ -59,7 +59,7 @@ class Walk:
 
         def read(var: Any) -> Known:
             if isinstance(var, Literal):
-                return self.ctx.replicated(self.ctx.terms.literal(var.val, var.aval.dtype), ())
+                return self.ctx.replicated(self.ctx.terms.literal(var.val, aval_of(var).dtype), ())
             return env[var]
 
         for eqn in jaxpr.eqns:
@@ -101,7 +101,7 @@ class Walk:
             known = [r if name == "bitcast_convert_type" else as_sum(r) for r in rels if isinstance(r, Rel)]
             out = LEMMAS[name](self.ctx, eqn, known)
             for r, var in zip(out, eqn.outvars, strict=True):
-                assert r.shape == tuple(var.aval.shape), (name, r, var.aval)
+                assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
                 if self.ctx.written:
                     self.ctx.terms.known.add(r.term.number)
             self.count(eqn, family_of(name))
@@ -148,12 +148,12 @@ class Walk:
                     args.append(r)
                     continue
                 axes = spec_of(spec, len(r.shape))
-                args.append(r.of(r.term, var.aval.shape, axes))
+                args.append(r.of(r.term, aval_of(var).shape, axes))
             results = self.run(p["jaxpr"], (), args)
             out: list[Known] = []
             for k, (r, spec, var) in enumerate(zip(results, p["out_specs"], eqn.outvars, strict=True)):
                 if isinstance(r, Rel):
-                    r = self.result(eqn, k, r, spec_of(spec, len(r.shape)), tuple(var.aval.shape))
+                    r = self.result(eqn, k, r, spec_of(spec, len(r.shape)), tuple(aval_of(var).shape))
                 out.append(r)
             return out
         finally:
@@ -182,7 +182,7 @@ class Walk:
         p, terms = eqn.params, self.ctx.terms
         n, m, closed = p["num_consts"], p["num_carry"], p["jaxpr"]
         consts, inits, stacks = rels[:n], rels[n : n + m], rels[n + m :]
-        avals = [v.aval for v in closed.jaxpr.invars[n : n + m]]
+        avals = [aval_of(v) for v in closed.jaxpr.invars[n : n + m]]
         length = int(p["length"])
 
         def body(loop: Loop) -> loops.Run:
@@ -216,7 +216,7 @@ class Walk:
     def while_(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         p = eqn.params
         n, m = p["cond_nconsts"], p["body_nconsts"]
-        avals = [v.aval for v in p["body_jaxpr"].jaxpr.invars[m:]]
+        avals = [aval_of(v) for v in p["body_jaxpr"].jaxpr.invars[m:]]
 
         def body(loop: Loop) -> loops.Run:
             def run(carries: list[Known], counted: bool) -> tuple[list[Known], list[Known]]:
@@ -280,7 +280,7 @@ class Walk:
         results = [self.run(b.jaxpr, b.consts, operands) for b in eqn.params["branches"]]
         if isinstance(index, Unknown):
             return [index] * len(eqn.outvars)
-        out = loops.chosen(self.ctx, index, results, [v.aval for v in eqn.outvars])
+        out = loops.chosen(self.ctx, index, results, [aval_of(v) for v in eqn.outvars])
         if self.ctx.written:
             self.ctx.terms.known.update(r.term.number for r in out if isinstance(r, Rel))
         self.count(eqn, "loops")
@@ -306,7 +306,7 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
     ctx = Context(Terms())
     walk = Walk(ctx)
     inputs: list[Known] = [
-        ctx.replicated(ctx.terms.make("input", k, (), v.aval.shape, v.aval.dtype), v.aval.shape)
+        ctx.replicated(ctx.terms.make("input", k, (), aval_of(v).shape, aval_of(v).dtype), aval_of(v).shape)
         for k, v in enumerate(written.jaxpr.invars)
     ]
     expected = walk.run(written.jaxpr, written.consts, inputs)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..masks import bits_of, image_of
-from ..relation import Context, Rel, out_shape, require
+from ..relation import Context, Rel, aval_of, out_shape, require
 from .table import lemma
 
 
@@ -158,7 +158,7 @@ def axis_index(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     name = eqn.params["axis_name"]
     names = name if isinstance(name, tuple) else (name,)
     require(all(a in ctx.sizes for a in names), "the index along an axis that is not of the mesh")
-    terms, dtype = ctx.terms, eqn.outvars[0].aval.dtype
+    terms, dtype = ctx.terms, aval_of(eqn.outvars[0]).dtype
     index = terms.literal(0, dtype)
     for a in names:
         if ctx.sizes[a] > 1:

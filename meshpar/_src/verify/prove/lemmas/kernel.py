@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..relation import Context, Rel, not_partial, out_dtype, out_shape, require
+from ..relation import Context, Rel, aval_of, not_partial, out_dtype, out_shape, require
 from .table import lemma
 
 
@@ -19,7 +19,7 @@ def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     own = eqn.params["kernel"]
     found = ctx.kernels.setdefault((own.name, *(r.term.number for r in rels)), eqn)
     number = id(found)
-    shapes = [v.aval.shape for v in eqn.outvars]
+    shapes = [aval_of(v).shape for v in eqn.outvars]
     args = [r.term for r in rels]
     return [
         ctx.replicated(ctx.terms.make("kernel", (number, k), args, s, out_dtype(eqn, k)), s)
@@ -38,7 +38,7 @@ def on_blocks(ctx: Context, name: str, eqn: JaxprEqn, rels: Sequence[Rel]) -> li
     own: Any = written.params["kernel"]
     notation, sizes = (
         own.notation,
-        own.sizes([v.aval.shape for v in written.invars], [v.aval.shape for v in written.outvars]),
+        own.sizes([aval_of(v).shape for v in written.invars], [aval_of(v).shape for v in written.outvars]),
     )
     axes: dict[str, tuple[str, ...]] = {}
     pairs = [(f, a) for r, dims in zip(rels, notation.ins, strict=True) for f, a in zip(dims, r.spec, strict=True)]
@@ -65,7 +65,9 @@ def on_blocks(ctx: Context, name: str, eqn: JaxprEqn, rels: Sequence[Rel]) -> li
         partial -= {
             a for own in spec for a in own
         }  # an axis of two factors: the local form exchanges along one of them
-        term = ctx.terms.make("kernel", (id(written), k), (r.term for r in rels), var.aval.shape, var.aval.dtype)
+        term = ctx.terms.make(
+            "kernel", (id(written), k), (r.term for r in rels), aval_of(var).shape, aval_of(var).dtype
+        )
         spec = tuple(a if n != 1 else () for a, n in zip(spec, term.shape, strict=True))
         out.append(Rel(term, out_shape(eqn, k), spec, partial))
     return out

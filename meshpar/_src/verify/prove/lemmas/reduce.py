@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..relation import Context, Rel, not_partial, out_dtype, out_shape, require
+from ..relation import Context, Rel, aval_of, not_partial, out_dtype, out_shape, require
 from ..term import frozen
 from .shape import carried
 from .table import lemma
@@ -76,9 +76,9 @@ def jointly(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], dims: Sequence[int
         require(not any(r.spec[d] for d in dims), "it acts along a dim that is sharded")
     out = []
     for k, var in enumerate(eqn.outvars):
-        shape = [var.aval.shape[d] if d in dims else n for d, n in enumerate(rels[0].term.shape)]
-        term = ctx.terms.make(eqn.primitive.name, (params, k), (r.term for r in rels), shape, var.aval.dtype)
-        out.append(rels[0].of(term, var.aval.shape, rels[0].spec))
+        shape = [aval_of(var).shape[d] if d in dims else n for d, n in enumerate(rels[0].term.shape)]
+        term = ctx.terms.make(eqn.primitive.name, (params, k), (r.term for r in rels), shape, aval_of(var).dtype)
+        out.append(rels[0].of(term, aval_of(var).shape, rels[0].spec))
     return out
 
 

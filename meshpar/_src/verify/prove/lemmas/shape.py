@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..relation import Context, Rel, aval_of, out_dtype, out_shape, require
 from ..term import is_zero
 from .table import lemma
 
@@ -136,11 +136,13 @@ def carried(
         x = ctx.expanded(x, dims)
     out = []
     for k, var in enumerate(eqn.outvars):
-        sizes = [var.aval.shape[d] if d in dims and (n != 1 or not constant) else n for d, n in enumerate(x.term.shape)]
+        sizes = [
+            aval_of(var).shape[d] if d in dims and (n != 1 or not constant) else n for d, n in enumerate(x.term.shape)
+        ]
         numbered = params if len(eqn.outvars) == 1 else (*params, k)
         terms = (x.term, *(a.term for a in args))
-        term = ctx.terms.make(eqn.primitive.name, numbered, terms, sizes, var.aval.dtype)
-        out.append(x.of(term, var.aval.shape, x.spec))
+        term = ctx.terms.make(eqn.primitive.name, numbered, terms, sizes, aval_of(var).dtype)
+        out.append(x.of(term, aval_of(var).shape, x.spec))
     return out
 
 
@@ -169,7 +171,7 @@ def split(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Consecutive slices of a dim."""
     d, start, out = int(eqn.params["axis"]), 0, []
     for var in eqn.outvars:
-        n = var.aval.shape[d] if eqn.primitive.name == "split" else 1
+        n = aval_of(var).shape[d] if eqn.primitive.name == "split" else 1
         part = sliced(ctx, rels[0], d, start, n)
         if eqn.primitive.name == "unstack":
             drop = lambda xs: (*xs[:d], *xs[d + 1 :])  # noqa: E731
