@@ -69,6 +69,7 @@ TESTS_OF = {
     "entry/arguments.py": ["test_jitted.py", "test_tracing.py"],
     "entry/tune_kernels.py": ["kernels/test_tuning.py"],
     "entry/local_sgd.py": ["pods/test_local_sgd.py"],
+    "entry/move.py": ["moves/test_move.py"],
     "entry/infer_dims.py": ["program/test_guessed_names.py"],
     "entry/api.py": ["test_api.py", "measurement/test_calibrate.py"],
     "entry/tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
