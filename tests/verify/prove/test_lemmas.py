@@ -116,3 +116,13 @@ def test_the_cause_has_the_op_the_reason_and_the_line():
     assert (cause.op, cause.refused) == ("tanh", True)
     assert "partial over data" in cause.reason
     assert "test_lemmas.py" in cause.line
+
+
+def test_an_op_with_a_body_is_no_call():
+    """A reduction by a function of its own has no lemma, in spite of its jaxpr."""
+    mean = lambda x: lax.reduce(x, jnp.float32(0), lambda a, b: a * 2 + b, (0,))  # noqa: E731
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    local = jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    proof = proof_of(mean, local, [jnp.ones(8)])
+    assert proof.status == "not verified"
+    assert {c.reason for c in proof.failed if "as written" not in c.reason} == {"no lemma"}

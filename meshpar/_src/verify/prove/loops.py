@@ -203,7 +203,8 @@ def chosen(
             out.append(unknown)
             continue
         known = [r for r in rels if isinstance(r, Rel)]
-        shape, spec = [1] * len(aval.shape), [()] * len(aval.shape)
+        shape = [1] * len(aval.shape)
+        spec: list[tuple[str, ...]] = [()] * len(aval.shape)
         for d in range(len(shape)):
             found = {(r.term.shape[d], r.spec[d]) for r in known if r.term.shape[d] != 1}
             if len(found) > 1:

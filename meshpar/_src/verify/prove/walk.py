@@ -21,8 +21,10 @@ from .report import Proof, Result
 from .term import Terms
 
 Known = Rel | Unknown
-CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-"""Params with the body of a call."""
+CALLS = frozenset(
+    "jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call custom_vmap_call".split()
+)
+"""Primitives that compute their body; others may have a body as well, such as a reduction, and are ops."""
 
 
 KERNEL = "kernel of "
@@ -74,14 +76,14 @@ class Walk:
         """The relations of the results of an equation."""
         name = eqn.primitive.name
         special = {"scan": self.scan, "while": self.while_, "cond": self.cond, "shard_map": self.shard_map}.get(name)
-        body = next((eqn.params[k] for k in CALLS if k in eqn.params), None)
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr", eqn.params.get("call")))
         try:
             if special is not None:
                 return special(eqn, list(map(as_sum, rels)))
             if name in SAME:
                 self.count(eqn, "elementwise")
                 return list(rels)
-            if KERNEL in str(eqn.params.get("name", "")):
+            if str(eqn.params.get("name", "")).startswith(KERNEL):
                 unknown = next((r for r in rels if isinstance(r, Unknown)), None)
                 if unknown is not None:
                     return [unknown] * len(eqn.outvars)
@@ -90,7 +92,7 @@ class Walk:
                 self.ctx.assumed[own] += self.counting
                 self.count(eqn, "kernel")
                 return list(out)
-            if body is not None and name != "pallas_call":
+            if body is not None and name in CALLS:
                 closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, [])
                 return self.run(closed.jaxpr, closed.consts, rels)
             unknown = next((r for r in rels if isinstance(r, Unknown)), None)

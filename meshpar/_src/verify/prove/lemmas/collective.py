@@ -129,7 +129,7 @@ def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     axes = axes if isinstance(axes, tuple) else (axes,)
     source = dict.fromkeys(range(ctx.size(axes)), -1) | {int(t): int(s) for s, t in eqn.params["perm"]}
     sources = np.array([source[k] for k in range(ctx.size(axes))])
-    require((sources >= 0).all(), "a permutation in which some devices receive zeros")
+    require(bool((sources >= 0).all()), "a permutation in which some devices receive zeros")
     require(not x.partial & set(axes), "a permutation of a partial value")
     require(not x.term.axes & set(axes), "a permutation of values that depend on the device")
     spec: list[tuple[str, ...]] = []
@@ -144,7 +144,7 @@ def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         block = np.asarray(ctx.linear(have, sent))
         candidates = itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1))
         found = next(
-            (c for c in candidates if ctx.size(c) == ctx.size(have) and (ctx.linear(c, at) == block).all()), None
+            (c for c in candidates if ctx.size(c) == ctx.size(have) and np.all(ctx.linear(c, at) == block)), None
         )
         require(found is not None, "a permutation whose blocks are not those of a spec")
         assert found is not None

@@ -64,7 +64,7 @@ def dot_general(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 
 def einsum(
-    ctx: Context, args: tuple[Term, Term], labels: Sequence[Sequence[str]], out: Sequence[str], params: Any, dtype: Any
+    ctx: Context, args: tuple[Term, Term], labels: Sequence[list[str]], out: Sequence[str], params: Any, dtype: Any
 ) -> Term:
     """The term of a product of two arrays with labelled dims, transposed to ``out``.
 
@@ -74,9 +74,10 @@ def einsum(
     for term, names in zip(args, labels, strict=True):
         if term.op == "transpose":
             order: Any = term.params
-            undone = [names[order.index(d)] for d in range(len(order))]
-            term, names = term.args[0], undone
-        sides.append((term, list(names)))
+            undone: list[str] = [names[order.index(d)] for d in range(len(order))]
+            sides.append((term.args[0], undone))
+        else:
+            sides.append((term, list(names)))
     sizes = {n: max(s, 1) for term, names in sides for n, s in zip(names, term.shape, strict=True)}
     for term, names in sides:
         for n, s in zip(names, term.shape, strict=True):
@@ -121,7 +122,8 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     else:
         require(not any(r.spec[d] for r, d in ((x, xb), (x, xf), (y, yo), (y, yi))), "sharded groups of features")
         summed = ()
-    shape, spec = list(out_shape(eqn)), [()] * len(x.shape)
+    shape = list(out_shape(eqn))
+    spec: list[tuple[str, ...]] = [()] * len(x.shape)
     for d, r, k in ((ob, x, xb), (of, y, yo)):
         spec[d] = r.spec[k]
         shape[d] *= ctx.size(spec[d])

@@ -34,7 +34,8 @@ def aligned(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> tuple[list[Rel]
     alike there; scalars apply everywhere."""
     rank = len(out_shape(eqn))
     rels = [r if len(r.shape) == rank else lifted(ctx, r, rank) for r in rels]
-    shape, spec = [1] * rank, [()] * rank
+    shape = [1] * rank
+    spec: list[tuple[str, ...]] = [()] * rank
     for d in range(rank):
         varying = [r for r in rels if r.term.shape[d] != 1]
         found = {(r.term.shape[d], r.spec[d]) for r in varying}

@@ -84,7 +84,8 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         ctx.expanded(index, [len(index.shape) - 1]),
     )
     blocks = [d for d in range(len(x.shape)) if x.spec[d] and d not in full and d not in batching]
-    shape, spec = [1] * len(out_shape(eqn)), [()] * len(out_shape(eqn))
+    shape = [1] * len(out_shape(eqn))
+    spec: list[tuple[str, ...]] = [()] * len(out_shape(eqn))
     windows = [d for d in range(len(x.shape)) if d not in numbers.collapsed_slice_dims and d not in batching]
     for o, d in zip(numbers.offset_dims, windows, strict=True):
         shape[o], spec[o] = (x.term.shape[d], x.spec[d]) if d in full else (sizes[d], ())

@@ -33,7 +33,8 @@ def broadcast(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     require(dims == sorted(dims), "a broadcast that transposes")
     if math.prod(shape) == math.prod(x.shape):
         return [reshaped(ctx, x, shape)]
-    sizes, spec = [1] * len(shape), [()] * len(shape)
+    sizes = [1] * len(shape)
+    spec: list[tuple[str, ...]] = [()] * len(shape)
     for k, d in enumerate(dims):
         require(x.shape[k] == shape[d] or x.term.shape[k] == 1, "a broadcast of a block of one element")
         sizes[d], spec[d] = x.term.shape[k], x.spec[k]
@@ -196,7 +197,8 @@ def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             (r.partial, r.kind) == (some.partial, some.kind) or (is_zero(r.term) and some.kind == "sum") for r in rels
         )
         require(same, "values that are partial over different axes, side by side", refused=True)
-    sizes, spec = [1] * len(rels[0].shape), [()] * len(rels[0].shape)
+    sizes = [1] * len(rels[0].shape)
+    spec: list[tuple[str, ...]] = [()] * len(rels[0].shape)
     for k in range(len(sizes)):
         if k != d:
             found = {(r.term.shape[k], r.spec[k]) for r in rels if r.term.shape[k] != 1}
