@@ -44,6 +44,7 @@ from tables import Table
 
 import meshpar as mp
 from meshpar._src.hardware.topology import Places, chip_of, parse_topology
+from meshpar._src.layout import scheme_name
 from meshpar._src.verify.exposed import exposed
 from plan_vs_compiler import Difference, by_kind, comparison, differences, kernel_seconds
 
@@ -97,7 +98,9 @@ class Triple:
     @property
     def where(self) -> dict[str, Any]:
         """The mesh, slice and layout."""
-        layout = mp.Layout(self.module.LAYOUTS[self.layout], resolve=self.resolve)
+        layouts = self.module.LAYOUTS
+        text = layouts.get(self.layout) or layouts[scheme_name(self.layout)]
+        layout = mp.Layout(text, resolve=self.resolve)
         return {"mesh": self.mesh, "topology": self.topology, "layout": layout}
 
     def made(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -109,7 +112,7 @@ class Triple:
         step, args, how = self.made()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mp.errors.JoinWarning)
-            return mp.plan(step, *args, **how)
+            return mp.plan(step, *args, **how, lowering="shard_map")
 
 
 def on(topology: str, devices: int, *rows: tuple[Any, ...]) -> list[Triple]:

@@ -31,7 +31,7 @@ from meshpar._src.lab.server import Server
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CASES = [
-    ("llama.py:llama3_8b", {"batch": 32}, "v5e:16x16", "fsdp+tensor+sequence", ("data", "model"), 200),
+    ("llama.py:llama3_8b", {"batch": 32}, "v5e:16x16", "sequence_parallel", ("data", "model"), 200),
     ("deepseek.py:deepseek_671b", {}, "v5p:8x8x8", "fsdp+expert", ("data", "model"), 500),
 ]
 """(target, its arguments, slice, layout, axes, limit in milliseconds)."""

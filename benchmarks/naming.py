@@ -478,7 +478,7 @@ def check(name: str, table: Table) -> None:
             table.add_row(name, "-", "too large")
             return
         layout = mp.Layout(LAYOUTS["FSDP + Megatron"], optional=True)
-        report = mp.check(target.step, *args, mesh="data=2, model=2", layouts=layout, dims="auto")
+        report = mp.check(target.step, *args, mesh="data=2, model=2", layout=layout, dims="auto")
     table.add_row(name, str(report.rows[0].leaves), "equal" if report.ok else "WRONG")
 
 

@@ -248,7 +248,7 @@ def planning_times() -> list[tuple[str, float, str]]:
     rows = []
     step, state, tokens, dims = deep_model(96)
     layout = "batch: data; heads, mlp, vocab: model; embed: data"
-    presets = [LLAMA_LAYOUTS[k] for k in ("fsdp", "zero1", "fsdp+tensor", "fsdp+tensor+sequence")]
+    presets = [LLAMA_LAYOUTS[k] for k in ("fsdp", "zero1", "fsdp_tensor", "sequence_parallel")]
     cases = [("plan, 96 layers unrolled", (step, (state, tokens), dims), [layout], 2, "≤ 1 s")]
     llama8, llama70 = llama3_8b(), llama3_70b()
     cases.append(("plan, llama3_70b", llama70, presets[-1:], 5, "≤ 100 ms"))

@@ -198,8 +198,10 @@ def step_times(rounds: int) -> None:
     table = Table(
         *heads, title=f"8 virtual CPU devices, medians of {rounds} alternating steps; CPU time is of all cores"
     )
-    for name, mesh_text in (("data", "data=8"), ("zero1", "data=8"), ("fsdp", "data=8"), ("tensor", "data=2, model=4"),
-                            ("fsdp+tensor", "data=4, model=2"), ("fsdp+tensor+sequence", "data=4, model=2")):  # fmt: skip
+    for name, mesh_text in (
+        ("data_parallel", "data=8"), ("zero1", "data=8"), ("fsdp", "data=8"), ("tensor_parallel", "data=2, model=4"),
+        ("fsdp_tensor", "data=4, model=2"), ("sequence_parallel", "data=4, model=2"),
+    ):  # fmt: skip
         step, (_, shapes), dims = llama.tiny(16, 128, **config)
         key = jax.random.key(0)
         tokens = jax.random.randint(key, shapes["inputs"].shape, 0, 1024, jnp.int32)

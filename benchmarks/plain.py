@@ -134,47 +134,59 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
     return y.astype(x.dtype) * scale + bias
 
 
+ENCODER_DIMS = {
+    "*/norm1": "layers embed", "*/bias1": "layers embed", "*/norm2": "layers embed", "*/bias2": "layers embed",
+    "*/wqkv": "layers embed _ heads head_dim", "*/wo": "layers heads head_dim embed", "*/up": "layers embed mlp",
+    "*/up_bias": "layers mlp", "*/down": "layers mlp embed", "*/down_bias": "layers embed",
+}  # fmt: skip
+
+
+def encoder_params(layers: int, embed: int, heads: int, mlp: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of the stacked layers of :func:`encoder_layer`."""
+    return shapes(
+        norm1=(layers, embed), bias1=(layers, embed), wqkv=(layers, embed, 3, heads, embed // heads),
+        wo=(layers, heads, embed // heads, embed), norm2=(layers, embed), bias2=(layers, embed),
+        up=(layers, embed, mlp), up_bias=(layers, mlp), down=(layers, mlp, embed), down_bias=(layers, embed),
+    )  # fmt: skip
+
+
+def encoder_layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+    """A layer of a bidirectional Transformer on `x` [batch, seq, embed], with layer norms before attention and MLP."""
+    qkv = jnp.einsum("bsd,dchf->cbshf", layer_norm(x, p["norm1"], p["bias1"]), p["wqkv"])
+    scores = jnp.einsum("bqhf,bkhf->bhqk", qkv[0], qkv[1]).astype(jnp.float32) * qkv.shape[-1] ** -0.5
+    mixed = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(scores, -1).astype(x.dtype), qkv[2])
+    x = x + jnp.einsum("bqhf,hfd->bqd", mixed, p["wo"])
+    h = jax.nn.gelu(layer_norm(x, p["norm2"], p["bias2"]) @ p["up"] + p["up_bias"])
+    return x + h @ p["down"] + p["down_bias"], None
+
+
 def vit(
     layers: int = 2, embed: int = 1024, heads: int = 16, mlp: int = 4096, batch: int = 2048, size: int = 224,
     patch: int = 16, classes: int = 1000,
 ) -> Target:  # fmt: skip
     """A vision transformer in the sizes of ViT-L/16, with a class token."""
-    side, head_dim = size // patch, embed // heads
+    side = size // patch
     params = {
         "patches": shapes(w=(patch * patch * 3, embed))["w"],
         "token": shapes(w=(embed,))["w"],
         "positions": shapes(w=(side * side + 1, embed))["w"],
-        "layers": shapes(
-            norm1=(layers, embed), bias1=(layers, embed), wqkv=(layers, embed, 3, heads, head_dim),
-            wo=(layers, heads, head_dim, embed), norm2=(layers, embed), bias2=(layers, embed),
-            up=(layers, embed, mlp), up_bias=(layers, mlp), down=(layers, mlp, embed), down_bias=(layers, embed),
-        ),
+        "layers": encoder_params(layers, embed, heads, mlp),
         "norm": shapes(w=(embed,))["w"],
         "bias": shapes(w=(embed,))["w"],
         "head": shapes(w=(embed, classes))["w"],
     }  # fmt: skip
 
-    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
-        qkv = jnp.einsum("bsd,dchf->cbshf", layer_norm(x, p["norm1"], p["bias1"]), p["wqkv"])
-        scores = jnp.einsum("bqhf,bkhf->bhqk", qkv[0], qkv[1]).astype(jnp.float32) * head_dim**-0.5
-        mixed = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(scores, -1).astype(x.dtype), qkv[2])
-        x = x + jnp.einsum("bqhf,hfd->bqd", mixed, p["wo"])
-        h = jax.nn.gelu(layer_norm(x, p["norm2"], p["bias2"]) @ p["up"] + p["up_bias"])
-        return x + h @ p["down"] + p["down_bias"], None
-
     def loss(p: Any, data: Any) -> jax.Array:
         images = data["images"].reshape(-1, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
         x = images.reshape(-1, side * side, patch * patch * 3) @ p["patches"]
         x = jnp.concatenate([jnp.broadcast_to(p["token"], (x.shape[0], 1, embed)), x], 1) + p["positions"]
-        x, _ = jax.lax.scan(jax.checkpoint(layer), x, p["layers"])
+        x, _ = jax.lax.scan(jax.checkpoint(encoder_layer), x, p["layers"])
         logits = (layer_norm(x[:, 0], p["norm"], p["bias"]) @ p["head"]).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, data["labels"]).mean()
 
     dims = {
         "*/patches": "pixels embed", "*/token": "embed", "*/positions": "_ embed", "*/norm": "embed", "*/bias": "embed",
-        "*/norm1": "layers embed", "*/bias1": "layers embed", "*/norm2": "layers embed", "*/bias2": "layers embed",
-        "*/wqkv": "layers embed _ heads head_dim", "*/wo": "layers heads head_dim embed", "*/up": "layers embed mlp",
-        "*/up_bias": "layers mlp", "*/down": "layers mlp embed", "*/down_bias": "layers embed", "*/head": "embed classes",
+        "*/head": "embed classes", **ENCODER_DIMS,
         "*images": "batch height width channels", "*labels": "batch",
     }  # fmt: skip
     data = {
@@ -286,6 +298,296 @@ def mixture(
     return *train_step(loss, params, tokens, optax.adamw(3e-4)), dims
 
 
+def t5(
+    layers: int = 2,
+    embed: int = 1024,
+    heads: int = 16,
+    mlp: int = 2816,
+    vocab: int = 32128,
+    batch: int = 2048,
+    seq: int = 512,
+) -> Target:
+    """An encoder and a decoder in the sizes of T5 1.1 large: relative position biases, gated GELU, cross-attention."""
+    head_dim, buckets = embed // heads, 32
+    heads_first = {f"{a}{w}": (layers, embed, heads, head_dim) for a in ("w", "x") for w in "qkv"}
+    feed = {
+        "norm": (layers, embed),
+        "gate": (layers, embed, mlp),
+        "up": (layers, embed, mlp),
+        "down": (layers, mlp, embed),
+    }
+    own = {"norm1": (layers, embed), "wo": (layers, heads, head_dim, embed)} | feed
+    cross = {"norm2": (layers, embed), "xo": (layers, heads, head_dim, embed)}
+    params = {
+        "embed": shapes(w=(vocab, embed))["w"],
+        "head": shapes(w=(embed, vocab))["w"],
+        "encoder": shapes(**own, **{k: v for k, v in heads_first.items() if k[0] == "w"}),
+        "decoder": shapes(**own, **cross, **heads_first),
+        **shapes(
+            encoder_bias=(buckets, heads), decoder_bias=(buckets, heads), encoder_norm=(embed,), decoder_norm=(embed,)
+        ),
+    }
+
+    def bias(table: jax.Array, causal: bool) -> jax.Array:
+        """The bias of each head by the distance of key and query: exact to a quarter of the buckets, then by its logarithm."""
+        distance = jnp.arange(seq)[None] - jnp.arange(seq)[:, None]
+        size = jnp.abs(distance)
+        far = 8 + (jnp.log(jnp.maximum(size, 1) / 8) / np.log(128 / 8) * 8).astype(jnp.int32)
+        bucket = jnp.where(size < 8, size, jnp.minimum(far, 15)) + jnp.where(distance > 0, 16, 0)
+        table = table[bucket].transpose(2, 0, 1).astype(jnp.float32)
+        return jnp.where(distance > 0, -1e30, table) if causal else table
+
+    def attention(p: Any, a: str, x: jax.Array, y: jax.Array, bias: jax.Array | float = 0.0) -> jax.Array:
+        q = jnp.einsum("bsd,dhf->bshf", x, p[f"{a}q"])
+        k, v = (jnp.einsum("bsd,dhf->bshf", y, p[f"{a}{w}"]) for w in "kv")
+        scores = jnp.einsum("bqhf,bkhf->bhqk", q, k).astype(jnp.float32) + bias
+        mixed = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(scores, -1).astype(x.dtype), v)
+        return jnp.einsum("bqhf,hfd->bqd", mixed, p[f"{a}o"])
+
+    def loss(p: Any, data: Any) -> jax.Array:
+        biases = bias(p["encoder_bias"], False), bias(p["decoder_bias"], True)
+
+        def feed_forward(x: jax.Array, p: Any) -> jax.Array:
+            h = rms_norm(x, p["norm"])
+            return x + (jax.nn.gelu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+        def encoder(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            h = rms_norm(x, p["norm1"])
+            return feed_forward(x + attention(p, "w", h, h, biases[0]), p), None
+
+        def decoder(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            h = rms_norm(x, p["norm1"])
+            x = x + attention(p, "w", h, h, biases[1])
+            return feed_forward(x + attention(p, "x", rms_norm(x, p["norm2"]), memory), p), None
+
+        memory, _ = jax.lax.scan(jax.checkpoint(encoder), p["embed"][data["inputs"]], p["encoder"])
+        memory = rms_norm(memory, p["encoder_norm"])
+        x, _ = jax.lax.scan(jax.checkpoint(decoder), p["embed"][data["targets"]], p["decoder"])
+        logits = (rms_norm(x, p["decoder_norm"]) @ p["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], data["targets"][:, 1:]).mean()
+
+    dims = {
+        "*/embed": "vocab embed",
+        "*/head": "embed vocab",
+        "*er_bias": "_ heads",
+        "*er_norm": "embed",
+        "*/norm*": "layers embed",
+        "*/[wx][qkv]": "layers embed heads head_dim",
+        "*/[wx]o": "layers heads head_dim embed",
+        "*/gate": "layers embed mlp",
+        "*/up": "layers embed mlp",
+        "*/down": "layers mlp embed",
+        "batch/*": "batch seq",
+    }
+    tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+    return *train_step(loss, params, {"inputs": tokens, "targets": tokens}, optax.adamw(3e-4)), dims
+
+
+def two_towers(
+    layers: int = 2,
+    embed: int = 768,
+    heads: int = 12,
+    mlp: int = 3072,
+    vocab: int = 49408,
+    batch: int = 4096,
+    seq: int = 77,
+) -> Target:
+    """Image and text encoders in the sizes of CLIP ViT-B/32, with a contrastive loss over all pairs of the batch."""
+    side, patch = 7, 32
+    params = {
+        "patches": shapes(w=(patch * patch * 3, embed))["w"],
+        "tokens": shapes(w=(vocab, embed))["w"],
+        "image": encoder_params(layers, embed, heads, mlp),
+        "text": encoder_params(layers, embed, heads, mlp),
+        **shapes(image_head=(embed, 512), text_head=(embed, 512), scale=()),
+    }
+
+    def loss(p: Any, data: Any) -> jax.Array:
+        images = data["images"].reshape(-1, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
+        inputs = {
+            "image": images.reshape(-1, side * side, patch * patch * 3) @ p["patches"],
+            "text": p["tokens"][data["text"]],
+        }
+        z = {}
+        for tower, x in inputs.items():
+            x, _ = jax.lax.scan(jax.checkpoint(encoder_layer), x, p[tower])
+            x = (x.mean(1) @ p[f"{tower}_head"]).astype(jnp.float32)
+            z[tower] = x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-6)
+        logits = z["image"] @ z["text"].T * jnp.exp(p["scale"].astype(jnp.float32))
+        labels = jnp.arange(logits.shape[0])
+        of_images, of_texts = (
+            optax.softmax_cross_entropy_with_integer_labels(x, labels).mean() for x in (logits, logits.T)
+        )
+        return (of_images + of_texts) / 2
+
+    dims = {
+        "*/patches": "pixels embed",
+        "*/tokens": "vocab embed",
+        "*_head": "embed shared",
+        "*/scale": "",
+        **ENCODER_DIMS,
+        "*images": "batch height width channels",
+        "*/text": "batch seq",
+    }
+    data = {
+        "images": jax.ShapeDtypeStruct((batch, side * patch, side * patch, 3), jnp.bfloat16),
+        "text": jax.ShapeDtypeStruct((batch, seq), jnp.int32),
+    }
+    return *train_step(loss, params, data, optax.adamw(3e-4)), dims
+
+
+def mamba(
+    layers: int = 2,
+    embed: int = 2048,
+    state: int = 128,
+    head_dim: int = 64,
+    chunk: int = 256,
+    vocab: int = 32000,
+    batch: int = 128,
+    seq: int = 2048,
+) -> Target:
+    """A decoder of Mamba-2 layers: the state-space dual form in chunks, and a loop over the states between chunks."""
+    inner, kernel = 2 * embed, 4
+    heads = inner // head_dim
+    params = {
+        "embed": shapes(w=(vocab, embed))["w"],
+        "layers": shapes(
+            norm=(layers, embed),
+            gate=(layers, embed, inner),
+            x=(layers, embed, inner),
+            bc=(layers, embed, 2, state),
+            dt=(layers, embed, heads),
+            conv=(layers, kernel, inner),
+            decay=(layers, heads),
+            skip=(layers, heads),
+            dt_bias=(layers, heads),
+            norm_out=(layers, inner),
+            out=(layers, inner, embed),
+        ),
+        "norm": shapes(w=(embed,))["w"],
+    }
+
+    def layer(h: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        u = rms_norm(h, p["norm"])
+        x = jnp.pad(u @ p["x"], ((0, 0), (kernel - 1, 0), (0, 0)))
+        x = jax.nn.silu(sum(p["conv"][k] * x[:, k : k + seq] for k in range(kernel)))
+        x = x.reshape(-1, seq // chunk, chunk, heads, head_dim)
+        b, c = (jnp.einsum("bsd,dn->bsn", u, p["bc"][:, k]).reshape(-1, seq // chunk, chunk, state) for k in (0, 1))
+        dt = jax.nn.softplus((u @ p["dt"] + p["dt_bias"]).astype(jnp.float32)).reshape(-1, seq // chunk, chunk, heads)
+        decay = jnp.cumsum(-jnp.exp(p["decay"].astype(jnp.float32)) * dt, 2)  # [batch, chunks, chunk, heads]
+        x_dt = x * dt.astype(x.dtype)[..., None]
+        between = decay[:, :, :, None] - decay[:, :, None]  # [batch, chunks, chunk, chunk, heads]
+        mask = jnp.tril(jnp.ones((chunk, chunk), bool))[:, :, None]
+        weights = (
+            jnp.exp(jnp.where(mask, between, -1e30)).astype(x.dtype) * jnp.einsum("bzqn,bzkn->bzqk", c, b)[..., None]
+        )
+        y = jnp.einsum("bzqkh,bzkhp->bzqhp", weights, x_dt)
+        last = jnp.exp(decay[:, :, -1:] - decay).astype(x.dtype)
+        states = jnp.einsum("bzkn,bzkh,bzkhp->zbhpn", b, last, x_dt)
+
+        def step(s: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
+            new, total = xs
+            return s * jnp.exp(total).astype(s.dtype)[..., None, None] + new, s
+
+        _, before = jax.lax.scan(step, jnp.zeros_like(states[0]), (states, decay[:, :, -1].transpose(1, 0, 2)))
+        y = y + jnp.einsum("bzqn,zbhpn,bzqh->bzqhp", c, before, jnp.exp(decay).astype(x.dtype)) + x * p["skip"][:, None]
+        y = rms_norm(y.reshape(-1, seq, inner) * jax.nn.silu(u @ p["gate"]), p["norm_out"])
+        return h + y @ p["out"], None
+
+    def loss(p: Any, tokens: jax.Array) -> jax.Array:
+        x, _ = jax.lax.scan(jax.checkpoint(layer), p["embed"][tokens], p["layers"])
+        logits = (rms_norm(x, p["norm"]) @ p["embed"].T).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+    dims = {
+        "*params/norm": "embed",
+        "*mu/norm": "embed",
+        "*nu/norm": "embed",
+        "*/embed": "vocab embed",
+        "*layers/norm": "layers embed",
+        "*/gate": "layers embed inner",
+        "*/x": "layers embed inner",
+        "*/bc": "layers embed _ state",
+        "*/dt": "layers embed heads",
+        "*/conv": "layers _ inner",
+        "*/decay": "layers heads",
+        "*/skip": "layers heads",
+        "*/dt_bias": "layers heads",
+        "*/norm_out": "layers inner",
+        "*/out": "layers inner embed",
+        "batch": "batch seq",
+    }
+    return *train_step(loss, params, jax.ShapeDtypeStruct((batch, seq), jnp.int32), optax.adamw(3e-4)), dims
+
+
+def unet(width: int = 320, levels: int = 2, heads: int = 8, batch: int = 512, size: int = 64) -> Target:
+    """A diffusion U-Net on latents of 4 channels: residual blocks, halved and doubled images, attention at the lowest level."""
+    params: dict[str, Any] = {}
+
+    def weight(name: str, n: int, m: int, kernel: int = 3) -> None:
+        params[name] = {
+            **shapes(conv=(kernel, kernel, n, m), scale=(n,), shift=(n,)),
+            "time": shapes(w=(width, m))["w"],
+        }
+
+    weight("in", 4, width)
+    for k in range(levels):
+        weight(f"down{k}_1", width * 2 ** max(k - 1, 0), width * 2**k)
+        weight(f"down{k}_2", width * 2**k, width * 2**k)
+        weight(f"up{k}_1", width * 2**k * 2 if k == levels - 1 else width * 2**k * 3, width * 2**k)
+        weight(f"up{k}_2", width * 2**k, width * 2**k)
+    weight("out", width, 4)
+    low = width * 2 ** (levels - 1)
+    params["attention"] = shapes(qkv=(low, 3, heads, low // heads), o=(heads, low // heads, low))
+
+    def block(p: Any, x: jax.Array, t: jax.Array, stride: int = 1) -> jax.Array:
+        groups = min(32, x.shape[-1])
+        y = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+        y = (y - y.mean((1, 2, 4), keepdims=True)) * jax.lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-5)
+        y = jax.nn.silu(y.reshape(x.shape).astype(x.dtype) * p["scale"] + p["shift"])
+        y = jax.lax.conv_general_dilated(
+            y, p["conv"], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return y + (t @ p["time"])[:, None, None]
+
+    def loss(p: Any, data: Any) -> jax.Array:
+        angles = data["time"][:, None] * jnp.exp(-jnp.arange(width // 2) * (np.log(1e4) / (width // 2)))
+        t = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1).astype(jnp.bfloat16)
+        keep = jnp.cos(data["time"] * (np.pi / 2))[:, None, None, None].astype(jnp.bfloat16)
+        x = block(p["in"], data["images"] * keep + data["noise"] * jnp.sqrt(1 - keep**2), t)
+        saved = []
+        for k in range(levels):
+            x = block(p[f"down{k}_1"], x, t, 2 if k else 1)
+            x = x + block(p[f"down{k}_2"], x, t)
+            saved.append(x)
+        flat = x.reshape(x.shape[0], -1, low)
+        q, k_, v = jnp.einsum("bsd,dchf->cbshf", flat, p["attention"]["qkv"])
+        scores = jnp.einsum("bqhf,bkhf->bhqk", q, k_).astype(jnp.float32) * (low // heads) ** -0.5
+        mixed = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(scores, -1).astype(x.dtype), v)
+        x = x + jnp.einsum("bqhf,hfd->bqd", mixed, p["attention"]["o"]).reshape(x.shape)
+        for k in reversed(range(levels)):
+            if k < levels - 1:
+                x = x.repeat(2, 1).repeat(2, 2)
+            x = block(p[f"up{k}_1"], jnp.concatenate([x, saved[k]], -1), t)
+            x = x + block(p[f"up{k}_2"], x, t)
+        return jnp.square((block(p["out"], x, t) - data["noise"]).astype(jnp.float32)).mean()
+
+    dims = {
+        "*/conv": "_ _ _ features",
+        "*/scale": "features",
+        "*/shift": "features",
+        "*state/*/time": "_ features",
+        "*/qkv": "features _ heads head_dim",
+        "*/o": "heads head_dim features",
+        "batch/time": "batch",
+        "*images": "batch height width channels",
+        "*noise": "batch height width channels",
+    }
+    image = jax.ShapeDtypeStruct((batch, size, size, 4), jnp.bfloat16)
+    data = {"images": image, "noise": image, "time": jax.ShapeDtypeStruct((batch,), jnp.float32)}
+    return *train_step(loss, params, data, optax.adamw(3e-4)), dims
+
+
 @dataclass(frozen=True)
 class Case:
     """A model under a layout on a slice."""
@@ -319,14 +621,18 @@ def _cases() -> list[Case]:
         ):  # fmt: skip
             add("llama", layout, plain, rules, mesh)
         add("llama3_8b", "fsdp", functools.partial(llama3_8b, 2, batch=sequences * n), FSDP, one)
-        for layout in ("fsdp", "zero1", "tensor", "fsdp+tensor+sequence"):
+        for layout in ("fsdp", "zero1", "tensor_parallel", "sequence_parallel"):
             make = functools.partial(fitted.llama3_8b, batch=2 * n, layers=2, attention="xla")
             add("fitted", layout, make, fitted.LAYOUTS[layout], one if layout in ("fsdp", "zero1") else two)
         add("vit", "fsdp", functools.partial(vit, batch=32 * n), FSDP, one)
         add("resnet", "data", functools.partial(resnet, batch=32 * n), "batch: data", one)
-        add("resnet", "fsdp", functools.partial(resnet, batch=32 * n), "batch: data; features: data", one)
+        add("resnet", "fsdp", functools.partial(resnet, batch=32 * n), "batch: data; features?: data", one)
         add("moe", "fsdp", functools.partial(mixture, batch=2 * n), FSDP, one)
         add("moe", "experts", functools.partial(mixture, batch=2 * n), EXPERTS, two)
+        add("t5", "fsdp", functools.partial(t5, batch=16 * n), FSDP, one)
+        add("towers", "fsdp", functools.partial(two_towers, batch=64 * n), FSDP, one)
+        add("mamba", "fsdp", functools.partial(mamba, batch=n), FSDP, one)
+        add("unet", "fsdp", functools.partial(unet, batch=8 * n), "batch: data; features?: data", one)
     deep = functools.partial(llama, 12, batch=128)
     found += [
         Case("llama3_8b-32-layers-fsdp-v5p", llama3_8b, "v5p:4x4x8", "data=128", FSDP),

@@ -1,6 +1,6 @@
 """Costs of several processes, and recovery: saves, agreement, the watchdog, plans and compilation for 4,096 chips, kills.
 
-    python benchmarks/pods.py [--kills 6] [--only save,agree,watch,plan,compile,kill]
+    python benchmarks/pods.py [--kills 6] [--only save,agree,watch,plan,compile,kill,memory]
 
 ``compile`` needs libtpu (`pip install "jax[tpu]"`), but no TPU; without it the row says so. CPU seconds are of
 all threads of a process. Everything runs on virtual CPU devices, groups of processes over Gloo.
@@ -147,34 +147,44 @@ def compile_large() -> Iterator[Row]:
     yield what, f"{cpu:.0f} CPU s, {after.ru_maxrss / 1e6:.2f} GB", "≤ 40 CPU s, ≤ 2 GB"
 
 
-def kills(count: int) -> Iterator[Row]:
-    """Four processes of train_lm, one killed at a random moment, several times: losses compared with an undisturbed run."""
+def kills(count: int, memory: bool = False) -> Iterator[Row]:
+    """Four processes of train_lm, one killed at a random moment, several times: losses compared with an undisturbed run.
+
+    Args:
+      memory: restored from copies in the memory of the other processes; nothing is on disk. The killed one loses its own.
+    """
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        alone, length, _ = _trained(Path(folder, "alone"), None)
+        alone, length, _ = _trained(Path(folder, "alone"), None, memory)
         worst, survived, restarts = 0.0, 0, 0
         for k in range(count):
             at = rng.uniform(0.05, 0.95) * length
-            losses, _, text = _trained(Path(folder, str(k)), (rng.randrange(4), at))
+            losses, _, text = _trained(Path(folder, str(k)), (rng.randrange(4), at), memory)
             restarts += text.count("starting again")
             if losses is not None and losses.keys() == alone.keys():
                 survived += 1
                 worst = max(worst, *(abs(losses[n] - alone[n]) for n in alone))
             else:
                 print(text[-2000:], file=sys.stderr)
-    yield (
-        f"train_lm, 4 processes, kill -9 of one: runs of {count} that finish",
-        f"{survived}, {restarts} restarts",
-        "all",
-    )
+    what = "train_lm, 4 processes, kill -9 of one" + ", restored from memory" * memory
+    yield f"{what}: runs of {count} that finish", f"{survived}, {restarts} restarts", "all"
     yield "largest difference of a step's loss", f"{worst:.1e}", "≤ 1e-5"
 
 
-def _trained(folder: Path, kill: tuple[int, float] | None) -> tuple[dict[int, float], float, str]:
+def _trained(folder: Path, kill: tuple[int, float] | None, memory: bool) -> tuple[dict[int, float], float, str]:
     """(loss by step, seconds, output of the launcher) of one run; ``kill``: (process, seconds until it is killed)."""
     folder.mkdir()
     launch = [sys.executable, "-m", "meshpar", "launch", "-n", "4", "--devices", "8", "--restarts", "3"]
-    script = ["examples/train_lm.py", *TRAIN, "--steps", "60", "--every", "10"]
+    if memory:
+        launch += ["--slices", "4"]
+    script = [
+        "examples/train_lm.py",
+        *TRAIN,
+        "--steps",
+        "60",
+        "--every",
+        *(["1000", "--memory", "data"] if memory else ["10"]),
+    ]
     files = ["--checkpoint", str(folder / "run"), "--metrics", str(folder / "losses")]
     began = time.monotonic()
     child = subprocess.Popen(
@@ -221,11 +231,11 @@ def _logs_of(script: str, processes: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--only", default="save,agree,watch,plan,compile,kill")
+    parser.add_argument("--only", default="save,agree,watch,plan,compile,kill,memory")
     args = parser.parse_args()
     rows: dict[str, Callable[[], Iterator[Row]]] = {
         "save": saves, "agree": agreement, "watch": watch, "plan": plan, "compile": compile_large,
-        "kill": lambda: kills(args.kills),
+        "kill": lambda: kills(args.kills), "memory": lambda: kills(args.kills, memory=True),
     }  # fmt: skip
     table = Table("case", "measured", "limit")
     for name in args.only.split(","):

@@ -31,8 +31,8 @@ TOPOLOGIES = ("v5e:4x4", "v5p:2x2x4")
 CASES = (
     ("fsdp", "data=16"),
     ("zero1", "data=16"),
-    ("fsdp+tensor", "data=4, model=4"),
-    ("fsdp+tensor+sequence", "data=4, model=4"),
+    ("fsdp_tensor", "data=4, model=4"),
+    ("sequence_parallel", "data=4, model=4"),
 )
 FEWER_LAYERS = {("v5e:4x4", "zero1"): 4}
 """Layers of the rows whose replicated weights do not fit otherwise."""

@@ -40,7 +40,7 @@ def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
         return mp.plan(step, *args, layout=layout, mesh=mesh, topology=topology, dims=dims)
 
     large = "data=128, model=8", "v5p:8x8x16"
-    for name in ("fsdp+tensor", "fsdp+tensor+sequence"):
+    for name in ("fsdp_tensor", "sequence_parallel"):
         yield f"llama31_405b {name}", lambda name=name: plan(llama.llama31_405b(), llama.LAYOUTS[name], *large)
     pipeline = "batch: data; vocab: stage; layers: stage"
     yield "llama3_8b pipeline", lambda: plan(llama.llama3_8b(), pipeline, "stage=8, data=16", "v5p:4x4x8")
@@ -56,7 +56,7 @@ def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
     for name, model in (("gpt3_175b", 8), ("bert_base", 4), ("vit_22b", 8)):
         target, mesh = getattr(gpt3_bert_vit, name), f"data={1024 // model}, model={model}"
         where = "batch: data; heads, mlp: model; embed?: data", mesh, "v5p:8x8x16"
-        yield f"{name} fsdp+tensor", lambda target=target, where=where: plan(target(batch=2048), *where)
+        yield f"{name} fsdp_tensor", lambda target=target, where=where: plan(target(batch=2048), *where)
 
 
 def main() -> None:

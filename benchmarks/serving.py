@@ -9,8 +9,9 @@ The step is the one of `examples/generate.py`: a token of each sequence, with a 
 same function under ``jax.jit`` with PartitionSpecs for weights, cache and rows, which XLA partitions. Bytes are read from the
 final programs, with trip counts. Nothing is run.
 
-``--times``: seconds of steps of Llama 3 70B with int8 weights and cache, by the plan and by the schedule of the TPU compiler (its
-estimates of kernels, and exposed communication) at full effort, and the seconds in which a device reads its weights and cache.
+``--times``: seconds of steps of Llama 3 70B (weights in int8) and Mixtral 8x7B (in bfloat16) with an int8 cache, by the plan and by
+the schedule of the TPU compiler (its estimates of kernels, and exposed communication) at full effort, and the seconds in which a
+device reads its weights and cache.
 """
 
 import argparse
@@ -137,21 +138,27 @@ def _size(axes: Any, mesh: jax.sharding.Mesh) -> int:
 
 
 def times(topology: str, layers: int) -> None:
-    """Print planned and scheduled seconds of steps of Llama 3 70B, sharded by heads over all devices."""
+    """Print planned and scheduled seconds of steps of Llama 3 70B and Mixtral 8x7B over all devices."""
     devices = len(topology_devices(topology))
     table = Table(
         "step", "planned", "schedule", "planned / schedule", "HBM limit", "schedule / limit", "peak planned", "compiled",
-        title=f"{layers} layers of Llama 3 70B, int8 weights and cache, 8,192 tokens, model={devices} of {topology}",
+        title=f"{layers} layers, int8 cache, weights of Llama in int8, 8,192 tokens, model={devices} of {topology}",
     )  # fmt: skip
-    for name, target, batch in (
-        ("decode, batch 1", generate.llama3_70b_decode, 1),
-        ("decode, batch 32", generate.llama3_70b_decode, 32),
-        ("prefill, 1 prompt", generate.llama3_70b_prefill, 1),
+    llama_decode, mixtral_decode = generate.llama3_70b_decode, generate.mixtral_8x7b_decode
+    for name, target, layout, batch in (
+        ("Llama, decode, batch 1", llama_decode, "heads", 1),
+        ("Llama, decode, batch 32", llama_decode, "heads", 32),
+        ("Llama, decode, batch 1, cache by length", llama_decode, "cache+tensor", 1),
+        ("Llama, decode, batch 32, cache by length", llama_decode, "cache+tensor", 32),
+        ("Mixtral, decode, batch 32", mixtral_decode, "heads", 32),
+        ("Mixtral, decode, batch 32, experts, cache by length", mixtral_decode, "expert", 32),
+        ("Llama, prefill, 1 prompt", generate.llama3_70b_prefill, "heads", 1),
     ):
-        step, args, dims = target(batch=batch, weights="int8", cache="int8", layers=layers)
-        decodes = target is generate.llama3_70b_decode
+        weights = "bfloat16" if target is mixtral_decode else "int8"
+        step, args, dims = target(batch=batch, weights=weights, cache="int8", layers=layers)
+        decodes = target is not generate.llama3_70b_prefill
         how: Any = {
-            "mesh": f"data=1, model={devices}", "topology": topology, "layout": generate.LAYOUTS["heads"], "dims": dims,
+            "mesh": f"data=1, model={devices}", "topology": topology, "layout": generate.LAYOUTS[layout], "dims": dims,
             "donate_argnames": "state" if decodes else (),
         }  # fmt: skip
         plan = mp.plan(step, *args, **how)
@@ -173,9 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", help="compile for a TPU slice instead of virtual CPUs, with Llama 3 8B's widths")
     parser.add_argument("--rows", help="numbers of the rows to measure, from 0: 7,8,9 (default: all)")
-    parser.add_argument(
-        "--times", action="store_true", help="seconds of Llama 3 70B on the slice, by plan and compiler"
-    )
+    parser.add_argument("--times", action="store_true", help="seconds on the slice, by plan and compiler")
     parser.add_argument("--layers", type=int, default=4, help="of --times (%(default)s)")
     args = parser.parse_args()
     if args.times:

@@ -157,7 +157,7 @@ BENCHMARKS = (
     Benchmark(
         "plain", "step", "python benchmarks/plain.py", 240, "", "Models without meshpar's options",
         "Step time by the final schedule of models that use no kernel, option or name of meshpar.",
-        needs=("libtpu",),
+        r"8B|12 layers|ViT, fsdp, v5e", needs=("libtpu",),
     ),
     Benchmark(
         "maxtext", "step", "python benchmarks/maxtext.py --overlap xla", 240, "", "MaxText: memory and bytes",
@@ -200,7 +200,7 @@ BENCHMARKS = (
     ),
     Benchmark("serving-v5e", "step", "python benchmarks/serving.py --topology v5e:2x4", 60, needs=("libtpu",)),
     Benchmark(
-        "serving-70b", "step", "python benchmarks/serving.py --times", 30, "", "Time of serving Llama 3 70B",
+        "serving-70b", "step", "python benchmarks/serving.py --times", 30, "", "Time of serving Llama 3 70B and Mixtral 8x7B",
         "Seconds by the plan and by the schedule of the TPU compiler; HBM limit: of reading weights and cache.", needs=("libtpu",),
     ),
     Benchmark("naming", "step", "python benchmarks/naming.py", 60, needs=("transformers",)),

@@ -385,15 +385,26 @@ def mlp(w: Any, x: jax.Array) -> jax.Array:
 
 
 def experts(options: Options, w: Any, x: jax.Array) -> jax.Array:
-    """The mixtures of experts of mixtral.py (in which no token is dropped here) and of deepseek.py."""
+    """The mixtures of experts of mixtral.py (in which no token is dropped here) and of deepseek.py.
+
+    If a step of decoding has as many choices as there are experts, it reads them all: each is then applied to all tokens. A grouped
+    matmul would read copies of their weights, since a loop over layers slices them out of the stacks.
+    """
     each = {name: w[name] for name in ("gate", "up", "down")}
-    if "bias" not in w:
-        return moe(x, w["router"], each, router="top_k", k=options.chosen)[0]
-    shared = {name: w[f"shared_{name}"] for name in each}
-    return moe(
-        x, w["router"], each, router="deepseek_v3", k=options.chosen, shared=shared, bias=w["bias"], scale=2.5,
-        expert_groups=options.groups, top_groups=options.top_groups,
-    )[0]  # fmt: skip
+    router, shared = "top_k", None
+    how: dict[str, Any] = {"k": options.chosen}
+    if "bias" in w:
+        router, shared = "deepseek_v3", {name: w[f"shared_{name}"] for name in each}
+        how |= {"bias": w["bias"], "scale": 2.5, "expert_groups": options.groups, "top_groups": options.top_groups}
+    if x.shape[1] > 1 or x.shape[0] * options.chosen < len(each["up"]):
+        return moe(x, w["router"], each, router=router, shared=shared, **how)[0]
+    logits = jnp.einsum("bse,er->bsr", x.astype(jnp.float32), w["router"].astype(jnp.float32))
+    routing = mp.layers.ROUTERS[router](logits, **how)
+    weight = (jax.nn.one_hot(routing.expert, len(each["up"])) * routing.weight[..., None]).sum(-2)
+    gate, up = (jnp.einsum("bse,xem->bsxm", x, each[name]) for name in ("gate", "up"))
+    hidden = (jax.nn.silu(gate) * up * weight[..., None]).astype(x.dtype)
+    y = jnp.einsum("bsxm,xme->bse", hidden, each["down"])
+    return y if shared is None else y + mlp({name: {"kernel": kernel} for name, kernel in shared.items()}, x)
 
 
 def norm(options: Options, x: jax.Array, w: Any, epsilon: float | None = None) -> jax.Array:
@@ -526,14 +537,20 @@ def write(
     """`cache` [layers, batch, kv_heads, cache, size] with `new` [layers, batch, kv_heads, 1, size] in the slots of the positions
     of active rows; scales are [layers, kv_heads, batch, cache].
 
-    Layers and rows are indexed too: compilers write such a scatter in place, without a transposed copy of the cache.
+    Each layer, row and head has an index of its own: the TPU compiler writes such a scatter in place, without a transposed copy of
+    the cache. So it does with pages if layers and pages are indexed too.
     """
-    layers, rows, length = jnp.arange(cache.shape[0])[:, None], jnp.arange(position.shape[0]), cache.shape[3]
+    length = cache.shape[3]
     if table is None:
         slot = jnp.where(active, position % length, length)  # beyond the cache: not written
-    else:  # [layers, pages, kv_heads, page, size]
-        block, slot = jnp.divmod(position % (table.shape[1] * length), length)
-        rows = jnp.where(active, table[rows, block], by_rows(cache).shape[1])
+        update = new[:, :, :, 0]
+        index = jnp.broadcast_to(slot if cache.ndim == 4 else slot[:, None], update.shape[:3])[..., None]
+        each = (0, 1, 2)
+        numbers = jax.lax.ScatterDimensionNumbers(tuple(range(3, update.ndim)), (3,), (3,), each, each)
+        return jax.lax.scatter(cache, index, update, numbers, mode="drop")
+    layers, rows = jnp.arange(cache.shape[0])[:, None], jnp.arange(position.shape[0])
+    block, slot = jnp.divmod(position % (table.shape[1] * length), length)
+    rows = jnp.where(active, table[rows, block], by_rows(cache).shape[1])
     if cache.ndim == 4:
         return cache.at[layers, :, rows, slot].set(by_rows(new)[:, :, :, 0], mode="drop")
     return cache.at[layers, rows, :, slot].set(new[:, :, :, 0], mode="drop")
@@ -648,9 +665,9 @@ def llama31_405b_decode(batch: int = 32, length: int = 8192, **changes: Any) -> 
     return decode_target(llama.Llama, llama.LLAMA31_405B, batch, length, **changes)
 
 
-def mixtral_8x7b_decode(batch: int = 32, length: int = 8192) -> llama.Target:
+def mixtral_8x7b_decode(batch: int = 32, length: int = 8192, **changes: Any) -> llama.Target:
     """Mixtral 8x7B, as above."""
-    return decode_target(mixtral.Mixtral, mixtral.MIXTRAL_8X7B, batch, length)
+    return decode_target(mixtral.Mixtral, mixtral.MIXTRAL_8X7B, batch, length, **changes)
 
 
 def deepseek_671b_decode(batch: int = 32, length: int = 8192) -> llama.Target:

@@ -1,6 +1,6 @@
 """GPT-3 175B, BERT and ViT-22B in Flax Linen, at their real sizes, to be planned and compiled for pods that are not attached.
 
-    meshpar plan examples/gpt3_bert_vit.py:gpt3_175b --topology v5p:8x8x16 --mesh "data=128, model=8" --layout fsdp+tensor+sequence
+    meshpar plan examples/gpt3_bert_vit.py:gpt3_175b --topology v5p:8x8x16 --mesh "data=128, model=8" --layout sequence_parallel
     meshpar plan examples/gpt3_bert_vit.py:bert_large --topology v5e:4x4 --layout zero1
     meshpar plan examples/gpt3_bert_vit.py:vit_22b --topology v5p:8x8x16 --mesh "data=1024" --layout fsdp
 
@@ -24,11 +24,11 @@ import llama
 from llama import named
 
 LAYOUTS = {
-    "data": "batch: data",
+    "data_parallel": "batch: data",
     "zero1": "batch: data; opt.embed: data",
     "fsdp": "batch: data; embed: data",
-    "fsdp+tensor": "batch: data; heads, mlp: model; embed: data",
-    "fsdp+tensor+sequence": "batch: data; heads, mlp: model; embed: data; seq: model",
+    "fsdp_tensor": "batch: data; heads, mlp: model; embed: data",
+    "sequence_parallel": "batch: data; heads, mlp: model; embed: data; seq: model",
 }
 DIMS = {
     **dict.fromkeys(("tokens", "targets", "segments"), "batch seq"),

@@ -1,7 +1,7 @@
 """Llama in Flax Linen, at its real sizes, to be planned and compiled for pods that are not attached.
 
     meshpar plan examples/llama.py:llama3_8b --topology v5p:4x4x8
-    meshpar plan examples/llama.py:llama3_70b --topology v5p:8x8x8 --mesh "data=64, model=8" --layout fsdp+tensor
+    meshpar plan examples/llama.py:llama3_70b --topology v5p:8x8x8 --mesh "data=64, model=8" --layout fsdp_tensor
 
 Each target returns a train step, its arguments as shapes (nothing is allocated), and the dims of the batch; the weights
 carry their names as Linen metadata. Weights and AdamW moments are float32, the compute dtype is bfloat16: weights are
@@ -33,13 +33,13 @@ TENSOR = "batch: data; heads, kv_heads?, mlp, vocab: model"
 FSDP_TENSOR = f"{TENSOR}; embed: data"
 FSDP_TENSOR_SEQUENCE = f"{TENSOR}; embed: data; seq: model"
 LAYOUTS = {
-    "data": DATA,
+    "data_parallel": DATA,
     "fsdp": FSDP,
     "hsdp": "batch: slice+data; embed: data",  # of several slices: FSDP within each, data parallel across
     "zero1": ZERO1,
-    "tensor": TENSOR,
-    "fsdp+tensor": FSDP_TENSOR,
-    "fsdp+tensor+sequence": FSDP_TENSOR_SEQUENCE,
+    "tensor_parallel": TENSOR,
+    "fsdp_tensor": FSDP_TENSOR,
+    "sequence_parallel": FSDP_TENSOR_SEQUENCE,
 }
 
 DIMS = {"batch/*": "batch seq"}

@@ -28,7 +28,7 @@ FSDP_EXPERT = f"{EXPERT}; embed: data"
 FSDP_ALL_EXPERT = f"{EXPERT}; embed: data+model"  # weights without experts are split over all devices as well
 LAYOUTS = {
     "fsdp": FSDP,
-    "fsdp+tensor": FSDP_TENSOR,
+    "fsdp_tensor": FSDP_TENSOR,
     "expert": EXPERT,
     "fsdp+expert": FSDP_EXPERT,
     "fsdp-all+expert": FSDP_ALL_EXPERT,

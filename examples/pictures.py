@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import meshpar as mp
+
 HERE = Path(__file__).resolve().parent
 NUMBERS = HERE / "pictures.json"
 
@@ -54,7 +56,7 @@ POSTER = Picture(
     (1500, 700),
     left=(
         *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout",
-        "batch: data; heads, kv_heads?, mlp, vocab: model; embed: data",
+        "batch: data; heads, kv_heads, mlp, vocab: model; embed: data",
     ),
 )  # fmt: skip
 """The result of a search; at its left FSDP and tensor parallelism by hand."""
@@ -79,7 +81,7 @@ PICTURES = {
     "layer-dark.png": replace(LAYER, dark=True),
     "lab.png": Picture(
         (
-            *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "fsdp+tensor+sequence",
+            *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "sequence_parallel",
         ),
         (1400, 1000),
         lab=True,
@@ -90,6 +92,11 @@ PICTURES = {
 PLANS = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.left}
 """Plan of a picture → its words on the command line."""
 ALONE = "main > :not(#{0}), #{0} > :not(div) {{ display: none }} .mp.mp.page {{ padding: 8px 16px }}"
+POSTER_STYLE = (
+    "nav, .key ~ p {{ display: none !important }} .parts .track {{ width: {0:.2f}% }} "
+    "mark {{ background: var(--lit); color: inherit }}"
+)
+"""Of a page of two side by side, whose bars have the scale of the longer step."""
 SIDE_BY_SIDE = "body { margin: 0; display: flex } iframe { width: 50%; height: 700px; border: 0 }"
 
 
@@ -109,6 +116,23 @@ def numbers(words: Sequence[str]) -> dict[str, str]:
     return {name: f"{value:.3g}" for name, value in shown.items()}
 
 
+def marked(page: str, picture: Picture) -> str:
+    """The page of the second plan of a picture with marks at what the first one has differently: dims of rules, the mesh."""
+    before, after = (
+        {flag: words[words.index(flag) + 1] for flag in ("--mesh", "--layout")}
+        for words in (picture.left, picture.words)
+    )
+    layout = after["--layout"]
+    if f"<code>{layout}</code>" not in page:
+        return page  # the first plan's
+    dims = {rule.dim for rule in set(mp.Layout(layout).rules) - set(mp.Layout(before["--layout"]).rules)}
+    shown = re.sub(rf"\b({'|'.join(dims)})\b(?=[^;]*:)", r"<mark>\1</mark>", layout) if dims else layout
+    page = page.replace(f"<code>{layout}</code>", f"<code>{shown}</code>")
+    if before["--mesh"] != after["--mesh"]:
+        page = re.sub(r"(<dt>mesh</dt><dd>)(.*?)(</dd>)", r"\1<mark>\2</mark>\3", page, count=1)
+    return page
+
+
 def draw(name: str, picture: Picture) -> None:
     """Write a picture.
 
@@ -126,8 +150,11 @@ def draw(name: str, picture: Picture) -> None:
                 text = pages[-1].read_text()
                 pages[-1].write_text(text.replace("</style>", f"{ALONE.format(picture.section)}</style>", 1))
             if picture.left:
-                for page in pages:
-                    page.write_text(page.read_text().replace("</style>", "nav { display: none !important }</style>", 1))
+                seconds = [float(numbers(words)["seconds"]) for words in (picture.left, picture.words)]
+                for page, step in zip(pages, seconds, strict=True):
+                    text = marked(page.read_text(), picture)
+                    style = POSTER_STYLE.format(100 * step / max(seconds))
+                    page.write_text(text.replace("</style>", f"{style}</style>", 1))
                 frames = "".join(f'<iframe src="{page.name}"></iframe>' for page in pages)
                 pages.append(Path(folder) / "both.html")
                 pages[-1].write_text(f"<style>{SIDE_BY_SIDE}</style>{frames}")

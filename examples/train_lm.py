@@ -111,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
         Windows(text.train, args.seq), batch=args.batch, seed=args.seed, mesh=mesh, layout=layout, dims="batch seq"
     )
     init = mp.init(create, mesh=mesh, layout=layout)
-    run = mp.Checkpoints(args.checkpoint, every=args.every, data=data) if args.checkpoint else None
+    keeps = {"every": args.every, "data": data, "memory": args.memory}
+    run = mp.Checkpoints(args.checkpoint, **keeps) if args.checkpoint else None
     if run is None:
         (model, optimizer), at = init(init_key), 0  # created sharded
     else:
@@ -228,6 +229,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--eval-batches", type=positive, default=32)
     add("--checkpoint", metavar="DIR", help="save to and resume from this folder (needs meshpar[checkpoint])")
     add("--every", type=positive, default=100, help="steps between checkpoints (%(default)s)")
+    add(
+        "--memory",
+        metavar="AXIS",
+        help="copies in memory after each step; hosts of one index of this mesh axis fail together",
+    )
     add("--metrics", type=writable, metavar="FILE", help="a JSON line for every step, and one for the held-out text")
     add("--picture", type=writable, metavar="FILE", default="train_lm.png", help="(%(default)s)")
     return parser.parse_args(argv)

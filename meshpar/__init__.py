@@ -10,9 +10,13 @@ The modules of ``mp``: ``train`` (functions of a train step), ``layers`` (functi
 ``errors``, and ``types``, the classes that functions return.
 """
 
+from ._src.entry import starting as _starting  # noqa: F401  # shows a line before the others import JAX
+
+# isort: split
 from . import data, errors, hardware, layers, layouts, log, nd, replicas, train, types
 from ._src.entry.api import check, compile, init, jit, lab, plan, prove, search, shardings
 from ._src.entry.infer_dims import infer_dims
+from ._src.entry.move import move
 from ._src.layout import Layout
 from ._src.mesh import mesh, virtual_devices
 from ._src.plan_api import Plan
@@ -42,6 +46,7 @@ __all__ = [
     "layouts",
     "log",
     "mesh",
+    "move",
     "named",
     "nd",
     "plan",

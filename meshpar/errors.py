@@ -138,7 +138,7 @@ class CheckpointError(MeshparError):
 
 
 class DigestError(CheckpointError):
-    """A restored array that is not the one that was saved."""
+    """A restored array that is not the one that was saved, or an array whose copies on the devices differ."""
 
 
 class DataPositionError(MeshparError):

@@ -12,10 +12,12 @@ from ._src.lab import Lab
 from ._src.layers.loss_scale import NoiseScale
 from ._src.layout import Rule
 from ._src.measurement import CalibrationResult, CalibrationRow
+from ._src.moves.move import Move
 from ._src.plan.collectives import Collective
 from ._src.program.kernels import KernelSend, KernelWork
 from ._src.quantization import Quantized
 from ._src.report import PlanDiff
+from ._src.runs import Goodput, RunPlan, RunRow
 from ._src.search import Row, Search
 from ._src.verify.aot import Compiled
 from ._src.verify.check import Report
@@ -31,12 +33,14 @@ __all__ = [
     "Decoding",
     "Exported",
     "ExportedArray",
+    "Goodput",
     "Jitted",
     "KernelSend",
     "KernelWork",
     "Lab",
     "LocalSgd",
     "Measured",
+    "Move",
     "NoiseScale",
     "PlanDiff",
     "PlanProfile",
@@ -45,5 +49,7 @@ __all__ = [
     "Report",
     "Row",
     "Rule",
+    "RunPlan",
+    "RunRow",
     "Search",
 ]

@@ -255,7 +255,7 @@ def test_kwargs_and_positions_say_which_is_meant():
     assert inputs(batch(), kwargs={"mesh": 2.0, "layout": 1.0}) == ["x", "layout", "mesh"]
     assert inputs(batch(), 2.0, 3.0) == ["x", "mesh", "layout"]
     assert inputs(batch(), 2.0, 3.0, timeout=1.0) == ["x", "mesh", "layout", "timeout"]  # no option of plan's
-    assert mp.check(clash, batch(), layouts="batch: data", mesh="data=4", dims=HOW["dims"], kwargs={"mesh": 3.0}).ok
+    assert mp.check(clash, batch(), layout="batch: data", mesh="data=4", dims=HOW["dims"], kwargs={"mesh": 3.0}).ok
 
 
 def test_a_jitted_step_takes_any_keyword():
@@ -417,7 +417,7 @@ def test_a_method_of_a_tree_of_arrays():
     assert first.apply.put(x=batch()).sharding.spec == first.apply.put(batch()).sharding.spec == P("data")
     assert first.apply.eval_shape(batch()).shape == first.apply.abstract(batch()).shape == (8, 32)
     assert first.apply.check(batch()).ok
-    assert mp.check(first.apply, batch(), layouts=["batch: data", "mlp: model"], mesh="data=2, model=2").ok
+    assert mp.check(first.apply, batch(), layout=["batch: data", "mlp: model"], mesh="data=2, model=2").ok
     close(first.apply.on(layout="mlp: model")(batch()), batch() @ first.w)
 
 
@@ -552,7 +552,7 @@ def test_functions_in_modules_are_static(mesh):
     assert traces == [jnp.tanh, jax.nn.relu]
     assert [h.path for h in run.plan(module, batch()).inputs] == ["module/w", "x"]
     assert run.lower(module, batch()).compile() is not None
-    assert mp.check(run, Dense(w, jnp.tanh), batch(), layouts="batch: data; mlp: model", mesh=mesh).ok
+    assert mp.check(run, Dense(w, jnp.tanh), batch(), layout="batch: data; mlp: model", mesh=mesh).ok
 
 
 # -- where arguments belong

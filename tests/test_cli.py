@@ -25,6 +25,7 @@ from meshpar._src.entry import cli
 from meshpar._src.entry.cli import GROUPS, _parser, main
 from meshpar._src.entry.target import concrete, load_target, parse_options
 from meshpar._src.lab.lab import Lab
+from meshpar._src.units import format_memory
 from meshpar.errors import TargetError
 
 TARGETS = """
@@ -151,6 +152,13 @@ def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
     assert "a step takes" in out
 
 
+@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", "slice=2, data=8"), ("zero1", "data=16")])
+def test_the_default_mesh_of_two_nodes_has_the_axes_of_the_layout(run, layout, mesh):
+    status, out, err = run(f"plan small --topology '2x h100:8' --layout {layout}")
+    assert (status, f"mesh     {mesh} (default: " in err) == (0, True)
+    assert f"layout    {mp.Layout(layout)}" in out
+
+
 def test_a_model_of_70_billion_weights_by_its_defaults_alone(capsys):
     llama = Path(__file__).parent.parent / "examples" / "llama.py"
     assert main(["plan", f"{llama}:llama3_70b", "--topology", "v5p:8x8x8"]) == 0
@@ -248,6 +256,27 @@ def test_diff(run, tmp_path):
     assert "<h1>Two plans</h1>" in page.read_text("utf8")
     _, out, _ = run("diff small --mesh data=4 --mesh data=8 --layout dp --json")
     assert (json.loads(out)["a"]["mesh"], json.loads(out)["b"]["mesh"]) == ({"data": 4}, {"data": 8})
+
+
+def test_run_plan(run, tmp_path):
+    (tmp_path / "prices.toml").write_text("v5e = 1.5")
+    page, prices = str(tmp_path / "run.html"), str(tmp_path / "prices.toml")
+    where = "run-plan small --layout dp --step-tokens 1e3 --topologies 'v5e:2x2, 2x v5e:2x2'"
+    status, out, _ = run(f"{where} --tokens 1e9 --mtbf 40000h --json --price", prices, "--html", page)
+    assert status == 0
+    found = json.loads(out)
+    assert [(r["topology"], r["mesh"], r["chips"]) for r in found["rows"]] == [
+        ("v5e:2x2", "data=4", 4),
+        ("2x v5e:2x2", "data=8", 8),
+    ]
+    assert found["options"]["mtbf"] == 40000 * 3600
+    assert found["rows"][0]["job"]["steps"] == 10**6
+    assert found["rows"][0]["cost"]["median"] == pytest.approx(found["rows"][0]["days"]["median"] * 24 * 4 * 1.5)
+    assert 'data-draw="drawRuns"' in (tmp_path / "run.html").read_text("utf8")
+    status, _, err = run(f"{where} --tokens 1e9 --mtbf soon")
+    assert (status, "'soon' is no duration" in err) == (2, True)
+    status, _, err = run("run-plan small --layout dp --tokens 1e9 --topologies v5e:2x2")
+    assert (status, "--step-tokens" in err) == (2, True)
 
 
 def test_names_of_a_target_without_dims(run, tmp_path):
@@ -376,6 +405,15 @@ def test_compile_for_as_many_cpus_as_the_mesh_has(run, monkeypatch, tmp_path):
     assert found["lowering"] == "shard_map"
     assert found["memory"]["peak"] > 0
     assert found["bytes_sent"] == pytest.approx(found["planned"]["bytes_sent"])
+    status, out, _ = run(
+        "compile small --mesh data=4 --layout fsdp --lowering shard_map --html", str(tmp_path / "c.html")
+    )
+    page = (tmp_path / "c.html").read_text("utf8")
+    assert (status, "http" in page, "<h1>step " in page) == (0, False, True)
+    assert f">{format_memory(found['memory']['peak'])}</td>" in page
+    assert all(op in page for op in ("all-gather", "reduce-scatter")) == all(
+        op in out for op in ("all-gather", "reduce-scatter")
+    )
 
 
 def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
@@ -418,7 +456,7 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
 def test_bad_input_says_what_to_write_instead(run, target, words, says):
     status, out, err = run(f"plan {words}")
     assert (status, out) == (2, "")
-    assert says.replace("{}", target) in err
+    assert " ".join(says.replace("{}", target).split()) in " ".join(err.split())
     assert "Traceback" not in err
 
 
@@ -456,13 +494,13 @@ def test_a_target_that_is_not_there(where, says):
 def test_three_layouts_are_no_diff(run):
     status, _, err = run("diff small --mesh data=4" + " --layout dp" * 3)
     assert status == 2
-    assert "stand once or twice" in err
+    assert "stand once or" in err
 
 
 def test_a_check_of_something_huge_is_refused(run):
     status, _, err = run("check small --layout dp --set mlp=1000000000")
     assert status == 2
-    assert "its arguments are 59.60 GiB" in err
+    assert "its arguments are 59.60 GiB" in " ".join(err.split())
 
 
 def test_debug_lets_the_exception_through(target):
@@ -591,14 +629,14 @@ STEP = [
 LOWERING = ("--lowering jit", "lowering", "jit")
 MEASURED = ("--calibration here.json", "calibration", "here.json")
 READ = ("--calibration CALIBRATION", "calibration", "CALIBRATION")
-LAYOUTS = ("--layout 'embed: data' --layout dp", "layouts", ["embed: data", "batch: data"])
+LAYOUTS = ("--layout 'embed: data' --layout dp", "layout", ["embed: data", "batch: data"])
 SEVERAL = [
     ("--mesh data=4 --mesh data=8", "mesh", ["data=4", "data=8"]),
     LAYOUTS,
     ("--tolerance 0.5", "tolerance", 0.5),
 ]
 SEARCH = [
-    LAYOUTS,
+    (LAYOUTS[0], "layouts", LAYOUTS[2]),
     ("--fixed 'batch: data'", "fixed", "batch: data"),
     ("--forbid mlp", "forbid", "mlp"),
     ("--objective memory", "objective", "memory"),

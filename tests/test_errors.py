@@ -374,6 +374,8 @@ ABSTRACT, MANUAL = (
 OTHERS = [  # (class, call, texts of the error)
     (E.UnknownDimError, lambda: plan("batch: data; zzz: model"), ["dims there are: batch, embed, mlp"]),
     (E.UnknownAxisError, lambda: plan("batch: expert"), ["axes there are: data, model"]),
+    (E.UnknownAxisError, lambda: plan("batch: slice"), ['mp.mesh("slice=2, data=2, model=2")']),
+    (E.UnknownAxisError, lambda: plan("batch: expert", mesh="data=3"), ['mp.mesh("data=3, expert=1")']),
     (
         E.DivisibilityError,
         lambda: plan("batch: data+model", args=arguments(batch=4)),

@@ -324,7 +324,7 @@ def test_explicit_code_on_a_mesh_with_auto_axes(mesh):
     close(y, want)
     assert y.sharding.spec == spec
     assert y.sharding.mesh.axis_types == (AxisType.Auto,) * 2
-    assert mp.check(fn, W, X, mesh="data=4, model=2", layouts=[LAYOUT], dims=DIMS).ok
+    assert mp.check(fn, W, X, mesh="data=4, model=2", layout=[LAYOUT], dims=DIMS).ok
 
 
 @pytest.mark.parametrize("name", ["reshard", "get"])

@@ -38,8 +38,8 @@ def test_axes_are_those_that_a_scheme_is_given():
     specs = {h.path: h.spec for h in planned(mp.layouts.megatron(model="tensor"), "data=2, tensor=4").inputs}
     assert specs["w/q"] == specs["w/up"] == jax.P(None, "tensor")
     assert (specs["w/down"], specs["x"]) == (jax.P("tensor"), jax.P("data"))
-    specs = {h.path: h.spec for h in planned(mp.layouts.hsdp(), "replica=2, data=4").inputs}
-    assert (specs["x"], specs["w/up"]) == (jax.P(("replica", "data")), jax.P("data"))
+    specs = {h.path: h.spec for h in planned(mp.layouts.hsdp(), "slice=2, data=4").inputs}
+    assert (specs["x"], specs["w/up"]) == (jax.P(("slice", "data")), jax.P("data"))
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -47,7 +47,7 @@ def test_axes_are_those_that_a_scheme_is_given():
 def test_each_plans_a_model_that_lacks_some_of_its_dims(name, heads):
     no_experts = "shards `expert` and `experts` over `data`, but no dim"  # no warning of axes of size 1
     with pytest.warns(ReplicatedWarning, match=no_experts) if name == "expert_megatron" else nullcontext():
-        plan = planned(PRESETS[name](), "replica=1, data=2, model=2, context=2, expert=1", heads)
+        plan = planned(PRESETS[name](), "slice=1, data=2, model=2, context=2, expert=1", heads)
     assert plan.inputs[-1].spec[0] is not None, "the batch is split"
 
 

@@ -149,7 +149,7 @@ def test_the_options_that_take_a_mesh_take_a_mapping():
     plan = mp.plan(doubled, X, mesh={"data": -1}, topology="v5e:2x2", layout="batch: data", dims=DIMS_OF_X)
     assert plan.sizes == {"data": 4}
     assert plan.replan(mesh={"data": 2, "model": 2}).sizes == {"data": 2, "model": 2}
-    assert mp.check(doubled, X, layouts="batch: data", mesh={"data": 8}, dims=DIMS_OF_X).ok
+    assert mp.check(doubled, X, layout="batch: data", mesh={"data": 8}, dims=DIMS_OF_X).ok
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

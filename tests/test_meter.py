@@ -4,6 +4,7 @@ import io
 import json
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -177,3 +178,63 @@ def test_bad_input():
         mp.log.Meter(plan_of(), every=0)
     with pytest.raises(UnsupportedError, match="no int"):
         mp.log.Meter(plan_of(), writers=[3])
+
+
+# -- the goodput of a run
+
+
+def start(path, first, steps, **options):
+    """One start of a run: its meter, and the last values that it wrote. Each step takes 0.25 s."""
+    meter = mp.log.Meter(plan_of(), every=2, writers=[], first=first, path=path, **options)
+    values = [meter.step(jnp.float32(n)) for n in range(first, first + steps)]
+    return meter, next((v for v in reversed(values) if v is not None), None)
+
+
+def test_the_goodput_over_restarts(clock, tmp_path, monkeypatch):
+    """Eleven steps, a loss of four of them by a restart from step 6, then six steps of which four are repeated."""
+    monkeypatch.setattr(module.time, "time", lambda: 1000.0 + 4 * (clock[0] - 100.0))
+    path = tmp_path / "meter.json"
+    meter, values = start(path, 0, 12)
+    assert meter.goodput.steps == 11
+    assert values["goodput"] == pytest.approx(11 * 0.25 / (4 * 11 * 0.25))
+    assert (values["restarts"], values["repeated_steps"]) == (0, 0)
+    clock[0] += 5.0  # detection, and a wait for devices
+    meter, values = start(path, 7, 8)
+    meter.close()
+    stored = json.loads(path.read_text())
+    assert (stored["starts"], stored["steps"], stored["repeated_steps"]) == (2, 15, 4)
+    assert stored["productive_seconds"] == pytest.approx(15 * 0.25)
+    assert stored["repeated_seconds"] == pytest.approx(4 * 0.25)
+    assert meter.goodput.fraction == pytest.approx(15 * 0.25 / (4 * (clock[0] - 100.0)))
+
+
+def test_numbers_of_steps_after_a_restart(clock):
+    seen = []
+    meter = mp.log.Meter(
+        plan_of(), every=4, first=6, writers=[lambda n, values: seen.append((n, values["step_seconds"]))]
+    )
+    for _ in range(8):
+        meter.step(jnp.float32(1))
+    assert seen == [(8, 0.25), (12, 0.25)]
+
+
+def test_seconds_of_the_compiler(tmp_path):
+    path = tmp_path / "meter.json"
+    meter = mp.log.Meter(plan_of(), every=1, writers=[], path=path)
+    jax.jit(lambda x: jnp.cumsum(x * 3) + 17)(jnp.ones(5))
+    meter.step(jnp.float32(0))
+    meter.step(jnp.float32(0))
+    values = meter.step(jnp.float32(0))
+    assert values["compile_seconds"] > 0
+    again = mp.log.Meter(plan_of(), writers=[], path=path)
+    assert again.goodput.compile_seconds >= values["compile_seconds"]
+    assert again.goodput.starts == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"begin": 1, "other": 2}', "{}"])
+def test_a_file_that_is_no_record(tmp_path, text):
+    path = tmp_path / "meter.json"
+    path.write_text(text)
+    with pytest.raises(UnsupportedError, match="no record of a Meter"):
+        mp.log.Meter(plan_of(), path=path)
+    assert path.read_text() == text

@@ -59,9 +59,9 @@ def test_values_are_normalized():
             lambda **o: mp.plan(doubled, X, **o),
             lambda **o: mp.compile(doubled, X, **o),
             lambda mesh, layout, **o: mp.search(doubled, X, topology="v5e:2x4", **o),
-            lambda layout, **o: mp.hardware.calibrate(doubled, X, layouts=layout, **o),
+            lambda layout, **o: mp.hardware.calibrate(doubled, X, layout=layout, **o),
             lambda **o: mp.lab(doubled, X, **o),
-            lambda layout, **o: mp.check(doubled, X, layouts=layout, **o),
+            lambda layout, **o: mp.check(doubled, X, layout=layout, **o),
             lambda **o: mp.train.local_sgd(doubled, over="data", every=2, outer=optax.sgd(1.0), **o),
         ],
         [
@@ -103,11 +103,11 @@ def test_a_keyword_of_search_is_an_option_of_search_or_of_a_step_or_an_argument(
 
 def test_check_and_calibrate_keep_the_options_of_a_step():
     step = mp.jit(doubled, **HOW, lowering="jit")
-    assert {row.lowering for row in mp.check(step, X, layouts="batch: data", mesh="data=8").rows} == {"jit"}
+    assert {row.lowering for row in mp.check(step, X, layout="batch: data", mesh="data=8").rows} == {"jit"}
     assert {
-        row.lowering for row in mp.check(step, X, layouts="batch: data", mesh="data=8", lowering="shard_map").rows
+        row.lowering for row in mp.check(step, X, layout="batch: data", mesh="data=8", lowering="shard_map").rows
     } == {"shard_map"}
-    found = mp.hardware.calibrate(step, X, layouts=["batch: data"], mesh="data=8", rounds=1, progress=False)
+    found = mp.hardware.calibrate(step, X, layout=["batch: data"], mesh="data=8", rounds=1, progress=False)
     assert [row.lowering for row in found.rows] == ["jit"]
 
 

@@ -121,7 +121,7 @@ def test_a_check_reports_its_runs():
     mp.virtual_devices(8)
     texts = []
     x = jnp.ones((8, 16))
-    how = {"dims": {"x": "batch embed"}, "layouts": ["batch: data"], "mesh": ["data=8", "data=2"]}
+    how = {"dims": {"x": "batch embed"}, "layout": ["batch: data"], "mesh": ["data=8", "data=2"]}
     mp.check(lambda x: x * 2, x, **how, progress=texts.append)
     assert texts[0] == "checking"
     assert texts[1] == "checking  run 1 of 2, planning, data=8: batch: data"

@@ -177,6 +177,14 @@ def test_bad_input(kw, words):
         mp.layers.quantize({"w": jnp.ones((8, 4)), "n": jnp.ones(4, jnp.int32)}, **kw)
 
 
+@pytest.mark.parametrize("pattern", ["w", "*", "w.codes"])
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_codes_are_not_quantized_again(dtype, pattern):
+    once = mp.layers.quantize({"w": jnp.ones((8, 4))}, dtype, contract={"w": 0})
+    with pytest.raises(mp.errors.UnsupportedError, match=rf"w\.codes is {dtype}, and .* of 16 bits or more"):
+        mp.layers.quantize(once, dtype, contract={pattern: 0})
+
+
 def test_an_operator_with_a_numpy_array_at_its_left():
     """NumPy leaves the operator to the weight, also while JAX traces it."""
     name, x = next(iter(weights().items()))

@@ -26,7 +26,7 @@ def test_a_step_has_the_types_of_its_function(mesh: jax.sharding.Mesh) -> None:
     with pytest.raises(TypeError):
         step(x, times=2.0)  # pyright: ignore[reportCallIssue]
     assert_type(step.plan(x, 2.0), mp.Plan)
-    assert_type(mp.check(scaled, x, 2.0, layouts="batch: data", mesh=mesh, dims=DIMS), Report)
+    assert_type(mp.check(scaled, x, 2.0, layout="batch: data", mesh=mesh, dims=DIMS), Report)
     assert inspect.signature(step) == inspect.signature(scaled)
     assert step.__doc__ == "Times a number."
 

@@ -33,6 +33,8 @@ _PAIRS = re.compile(r"""[^",:]+:[^",:]+(,[^",:]+:[^",:]+)+\Z""")
 UNSHARDED = "(nothing sharded)"
 """The text of an empty layout in reports."""
 SCOPES = ("params", "opt")
+BETWEEN_SLICES = "slice"
+"""The usual name of the axis between slices of TPUs, or nodes of GPUs."""
 
 _TENSOR = "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}"
 _FSDP_TENSOR = _TENSOR + "; embed?: {data}"
@@ -40,7 +42,7 @@ SCHEMES = {
     "data_parallel": "batch: {data}",
     "zero1": "batch: {data}; opt.embed?: {data}",
     "fsdp": "batch, embed?: {data}",
-    "hsdp": "batch: {replica}+{data}; embed?: {data}",
+    "hsdp": "batch: {slice}+{data}; embed?: {data}",
     "tensor_parallel": _TENSOR,
     "megatron": _TENSOR,
     "fsdp_tensor": _FSDP_TENSOR,
@@ -66,7 +68,7 @@ OTHER_NAMES = {
 """Name of a scheme in other libraries → its name here, for suggestions."""
 PIPELINE = "pipeline"
 """Name of the scheme that is combined with the others: ``"fsdp+pipeline"``."""
-_DEFAULT_AXES = {axis: axis for axis in ("data", "model", "replica", "context", "expert")}
+_DEFAULT_AXES = {axis: axis for axis in ("data", "model", BETWEEN_SLICES, "context", "expert")}
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,9 @@ class Layout:
         with the same left sides, another layout, or the name of a scheme of :mod:`meshpar.layouts`, ``"fsdp"``. A list or
         mapping may have rules for dims that a program does not
         have, unless one is spelt nearly as a dim that is there.
-      resolve: ``"order"``: the order of the rules decides; ``"cost"``: each op picks the claims that move the
-        fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs, whose order means less.
+      resolve: ``"order"``: the order of the rules decides; ``"cost"``: where several dims of an op have rules for one axis, the
+        op picks the dim with which it moves the fewest bytes. The default is ``"order"``, and ``"cost"`` for a list of pairs:
+        Flax reads its order for arrays only, and leaves ops to XLA.
       optional: dims that a function need not have, ``"batch seq"``, or True: any of them. So one layout serves several
         functions: a train step, and an update without a batch. A rule whose missing dim is spelled almost like
         an existing one is still an error.
@@ -255,6 +258,11 @@ class Layout:
         out._set(tuple(rules))
         return out
 
+    @property
+    def by_cost(self) -> str:
+        """In reports, after the rules: `` (by cost)`` if ops resolve them by cost; empty if their order decides."""
+        return " (by cost)" if self.resolve == "cost" else ""
+
     def with_first(self, rules: Sequence[Rule]) -> Layout:
         """This layout with some rules before its own."""
         return self._with([*rules, *self.rules])
@@ -300,7 +308,7 @@ class Layout:
             fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
             fixes += did_you_mean(axis, mesh.shape, "axes")
             if not near(axis, mesh.shape):
-                fixes.append(f'or give the mesh that axis: mp.mesh("{sizes}, {axis}=1")')
+                fixes.append(f'or give the mesh that axis: mp.mesh("{mesh_text(_with_axis(mesh.shape, axis))}")')
             headline = f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have"
             raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
 
@@ -454,6 +462,15 @@ def divisibility_error(
             f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}",
         ],
     )
+
+
+def _with_axis(sizes: Mapping[str, int], axis: str) -> dict[str, int]:
+    """The sizes of a mesh of as many devices with one more axis: ``{"data": 16}`` → ``{"data": 8, "model": 2}``. Its size is 1
+    where no size is even; the axis between slices is the first."""
+    largest = max(sizes, key=lambda a: (sizes[a] % 2 == 0, sizes[a]))
+    factor = 2 - sizes[largest] % 2
+    divided, new = {**sizes, largest: sizes[largest] // factor}, {axis: factor}
+    return new | divided if axis == BETWEEN_SLICES else divided | new
 
 
 def _bad_rule(statement: str, why: str, *fixes: str) -> LayoutSyntaxError:

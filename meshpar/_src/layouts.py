@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..errors import UnsupportedError
-from .layout import PIPELINE, SCHEMES, Layout, with_stages
+from .layout import BETWEEN_SLICES, PIPELINE, SCHEMES, Layout, with_stages
 
 __all__ = [
     "PRESETS",
@@ -68,14 +68,14 @@ def fsdp(data: str = "data") -> Layout:
     return _scheme("fsdp", data=data)
 
 
-def hsdp(data: str = "data", replica: str = "replica") -> Layout:
-    """FSDP over ``data``, and replicated over ``replica``, the axis that connects slices or nodes.
+def hsdp(data: str = "data", slice: str = BETWEEN_SLICES) -> Layout:
+    """FSDP over ``data``, and replicated over ``slice``, the axis between slices of TPUs or nodes of GPUs.
 
     Example:
       >>> print(mp.layouts.hsdp())
-      batch: replica+data; embed?: data
+      batch: slice+data; embed?: data
     """
-    return _scheme("hsdp", data=data, replica=replica)
+    return _scheme("hsdp", data=data, slice=slice)
 
 
 def megatron(data: str = "data", model: str = "model") -> Layout:
@@ -99,7 +99,7 @@ def tensor_parallel(data: str = "data", model: str = "model") -> Layout:
 
 
 def fsdp_tensor(data: str = "data", model: str = "model") -> Layout:
-    """Another name of :func:`fsdp_megatron`; on the command line also ``fsdp+tensor``.
+    """Another name of :func:`fsdp_megatron`; on text also ``"fsdp+tensor"``.
 
     Example:
       >>> print(mp.layouts.fsdp_tensor())

@@ -14,7 +14,10 @@ import jax
 import numpy as np
 
 from ..errors import UnsupportedError
+from .compat.jax import compilations
 from .plan_api import Plan
+from .pods.audit import Audit, raise_faults
+from .runs import Goodput
 from .units import format_memory, format_seconds
 
 Writer = Callable[[int, Mapping[str, float]], None]
@@ -25,8 +28,9 @@ class Meter:
     """Measures the steps of a training loop, and writes the measurements together with the step's metrics.
 
     A step runs asynchronously, so the meter waits for the metrics of the step before the last one: the devices stay busy, and the
-    time between two such waits is the time of a step. Steps are numbered from 0. Step 0, which compiles, is not measured.
-    With ``every=10`` the means of steps 1 to 10, 11 to 20, … are written as steps 10, 20, …; :meth:`close` writes the rest.
+    time between two such waits is the time of a step. Steps are numbered from ``first``. The first step of a process, which
+    compiles, is not measured. With ``every=10`` the means of steps 1 to 10, 11 to 20, … are written as steps 10, 20, …;
+    :meth:`close` writes the rest.
 
     Values that it writes:
 
@@ -36,6 +40,10 @@ class Meter:
     - ``bytes_sent``: by each device in a step, as planned;
     - ``peak_memory`` and ``peak_memory_share``: bytes in use at the peak on the first local device, and their fraction of its
       memory, where the backend reports them;
+    - with ``path``, ``goodput``, the productive fraction of the time since the first start of the run, and ``restarts``,
+      ``compile_seconds`` and ``repeated_steps`` (:class:`meshpar.types.Goodput`);
+    - with ``audit``, ``audited_share``; in jobs of several processes also ``slowest_process``, which waited the least for its
+      devices, and ``slowest_host_seconds``, those of a step in which it did not wait: it loaded data, or started the step;
     - every scalar of the metrics.
 
     Example:
@@ -50,7 +58,15 @@ class Meter:
     """
 
     def __init__(
-        self, plan: Plan, *, tokens: float | None = None, every: int = 10, writers: Iterable[Any] | None = None
+        self,
+        plan: Plan,
+        *,
+        tokens: float | None = None,
+        every: int = 10,
+        writers: Iterable[Any] | None = None,
+        first: int = 0,
+        path: str | Path | None = None,
+        audit: int | None = None,
     ):
         """Measure the steps of a plan.
 
@@ -61,34 +77,61 @@ class Meter:
           writers: any of: a text stream (``sys.stdout``), to which one line is written; a ``SummaryWriter`` of TensorBoard; a
             writer of ``clu.metric_writers``; a :class:`MlLog`; a function of (step, values). Default: a line with ``print``. Only
             the first process of a job writes.
+          first: number of the first step of this process: after a restart, the step after the restored checkpoint.
+          path: a file of JSON with :attr:`goodput`, which the next start of the run reads. It is written with the other values.
+          audit: after every ``audit`` steps the copies of replicated arrays of the state, which :meth:`step` is given, are
+            compared by digests of their bits, on the devices. ``values["audited_share"]`` is the fraction of the state on a
+            device that has copies: arrays of which each device has the only copy are not audited.
 
         Raises:
-          UnsupportedError: ``every`` below 1, or a writer of another kind.
+          UnsupportedError: ``every`` or ``audit`` below 1, a writer of another kind, or a file at ``path`` of other content.
         """
-        if every < 1:
-            raise UnsupportedError(f"every={every}: a number of steps is at least 1", fixes=["every=10"])
+        for name, steps in (("every", every), ("audit", audit)):
+            if steps is not None and steps < 1:
+                raise UnsupportedError(f"{name}={steps}: a number of steps is at least 1", fixes=[f"{name}=10"])
         self.plan, self.tokens, self.every = plan, tokens, every
         self._all = [_print] if writers is None else list(writers)
         self._writers = [_writer(w) for w in self._all] if jax.process_index() == 0 else []
-        self._steps, self._written, self._pending, self._begin = 0, 0, None, 0.0
+        self._first, self._steps, self._written, self._pending, self._begin = first, first, first, None, 0.0
+        self._path = None if path is None else Path(path)
+        self.goodput = Goodput.start(self._path, first)
+        """What the run did with its time, over all its starts; complete up to the last values that were written."""
+        self._compiled, self._seconds = len(compilations()), (0.0, 0.0)
+        self._audit, self._audit_every = Audit(plan), audit
+        self._left, self._host = (
+            time.perf_counter(),
+            0.0,
+        )  # end of the last call of `step`; seconds between calls since `_begin`
+        self._save()
         self._values = _facts(plan)
 
-    def step(self, metrics: Any) -> dict[str, float] | None:
+    def step(self, metrics: Any, /, **state: Any) -> dict[str, float] | None:
         """Count a step that was called.
 
         Args:
           metrics: results of the step that are not donated to the next: its loss, or a tree of metrics. The meter waits for them,
             and writes the scalars by their paths.
+          **state: with ``audit``, argument of the step → the value that the step returned for it: ``state=state``. They may be
+            donated to the next step.
 
         Returns:
           The values, if this call wrote them.
+
+        Raises:
+          DigestError: copies of an array differed in the audit after the step before; the error names devices, arrays and steps.
+            It is raised in all processes.
+          UnsupportedError: an audit without state, of arrays that are no argument of the step, or of which none has copies.
         """
         before, self._pending = self._pending, metrics
+        self._host += time.perf_counter() - self._left
         self._steps += 1
-        if before is None:
-            return None
         done = self._steps - 2  # number of the step that has just ended
-        return self._ended(done, before, write=done % self.every == 0)
+        values = None if before is None else self._ended(done, before, write=done % self.every == 0)
+        raise_faults(self._audit.finish())
+        if self._audit_every is not None and (done + 1) % self._audit_every == 0:
+            self._audit.start(done + 1, state, self._seconds)
+        self._left = time.perf_counter()
+        return values
 
     def _ended(self, done: int, metrics: Any, write: bool) -> dict[str, float] | None:
         """Wait for a step, and write the mean of the steps since the last that were written; returns the values that it wrote.
@@ -99,15 +142,27 @@ class Meter:
         """
         jax.block_until_ready(metrics)
         now = time.perf_counter()
-        if done == 0:
-            self._begin = now
+        if done == self._first:
+            self._begin, self._host = now, 0.0
         if done == self._written or not write:
             return None
-        values = self._measured((now - self._begin) / (done - self._written), metrics)
-        self._begin, self._written = now, done
+        seconds, host = ((t / (done - self._written)) for t in (now - self._begin, self._host))
+        self.goodput.add(self._written + (self._written > self._first), done, seconds)
+        self._save()
+        values = self._measured(seconds, metrics)
+        self._begin, self._written, self._host = now, done, 0.0
+        self._seconds = seconds, host
         for writer in self._writers:
             writer(done, values)
         return values
+
+    def _save(self) -> None:
+        """Count the compilations since the last call, and write the record of the run, in the first process."""
+        seconds = compilations()
+        self.goodput.compile_seconds += sum(seconds[self._compiled :])
+        self._compiled = len(seconds)
+        if self._path is not None and jax.process_index() == 0:
+            self.goodput.save(self._path)
 
     def _measured(self, seconds: float, metrics: Any) -> dict[str, float]:
         """The values for a mean time of a step."""
@@ -117,11 +172,20 @@ class Meter:
             values["tokens_per_second_per_device"] = self.tokens / seconds / self.plan.mesh.size
         if self.plan.time is not None:
             values["mfu"] = self.plan.time.model_flops / (seconds * self.plan.time.peak_flops)
+        if self._path is not None:
+            of = self.goodput
+            values |= {"goodput": of.fraction, "restarts": of.starts - 1, "compile_seconds": of.compile_seconds}
+            values["repeated_steps"] = of.repeated_steps
         stats = jax.local_devices()[0].memory_stats() or {}
         if "peak_bytes_in_use" in stats:
             values["peak_memory"] = float(stats["peak_bytes_in_use"])
         if stats.get("bytes_limit"):
             values["peak_memory_share"] = values.get("peak_memory", 0.0) / stats["bytes_limit"]
+        if self._audit.share:
+            values["audited_share"] = self._audit.share
+        if len(self._audit.seconds) > 1:
+            slowest, (_, host) = max(self._audit.seconds.items(), key=lambda item: item[1][1])
+            values |= {"slowest_process": slowest, "slowest_host_seconds": host}
         return {**values, **self._values, **_scalars(metrics)}
 
     def close(self, status: str = "success") -> None:
@@ -129,13 +193,19 @@ class Meter:
 
         Args:
           status: ``"success"`` or ``"aborted"``, for the log. After ``"aborted"`` it waits for no step and writes no mean.
+
+        Raises:
+          DigestError: as for :meth:`step`.
         """
         last, self._pending = self._pending, None
+        faults = []
         if last is not None and status == "success":
             self._ended(self._steps - 1, last, write=True)
+            faults = self._audit.finish()
         for writer in self._all:
             if isinstance(writer, MlLog) and self._writers:
                 writer.close(status)
+        raise_faults(faults)
 
     def __enter__(self) -> Meter:
         return self
@@ -244,7 +314,7 @@ def _line(step: int, values: Mapping[str, float]) -> str:
     return "   ".join([f"step {step:>6}", *own, *columns]).replace("   (", " (")
 
 
-_PLANNED = ("bytes_sent", "planned_seconds")
+_PLANNED = ("bytes_sent", "planned_seconds", "audited_share", "slowest_process", "slowest_host_seconds")
 
 
 def _print(step: int, values: Mapping[str, float]) -> None:

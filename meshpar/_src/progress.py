@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..errors import UnsupportedError
+from .console import console_of
 
 Progress = Literal["auto"] | bool | Callable[[str], None]
 """Where progress is shown: ``"auto"``: in a terminal or a notebook only; True: elsewhere too, as lines on stderr; False: nowhere;
@@ -60,12 +62,12 @@ def progress_line(title: str, progress: Progress) -> AbstractContextManager[Say]
             f"progress={progress!r}: it is 'auto', True, False or a function of a text",
             fixes=['progress="auto": in a terminal or a notebook only; False: never'],
         )
-    console = Console(stderr=True, highlight=False)
+    console = console_of(sys.stderr)
     if callable(progress):
         return _callback(title, progress)
     if progress is not False and console.is_jupyter:
         return _notebook(title)
-    if progress is not False and console.is_terminal:
+    if progress is not False and sys.stderr.isatty():
         return _terminal(title, console)
     return _lines(title, console) if progress is True else contextlib.nullcontext(lambda text: None)
 

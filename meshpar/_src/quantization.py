@@ -214,9 +214,9 @@ def _quantized(leaf: Leaf, dtype: str, axes: tuple[int, ...], block: int | None)
       UnsupportedError: it is not floating-point; DivisibilityError: ``block`` does not divide the last of ``axes``.
     """
     x = leaf.value
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating) or isinstance(x, Quantized):
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating) or jnp.result_type(x).itemsize < 2:
         raise UnsupportedError(
-            f"{leaf.path} is {jnp.result_type(x)}, and weights in 8 bits are made from floating-point arrays",
+            f"{leaf.path} is {jnp.result_type(x)}, and weights in 8 bits are made from floating-point arrays of 16 bits or more",
             path=leaf.path,
             fixes=["a pattern in contract= that does not match it"],
         )

@@ -6,6 +6,7 @@ Memory is counted as compilers and chip tables count it (GiB), and traffic as li
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 
 
@@ -50,6 +51,39 @@ def format_seconds(seconds: float) -> str:
         if abs(n) >= 1 or unit == "µs":
             return f"{n:.3g} {unit}" if abs(n) < 100 else f"{n:.0f} {unit}"
     raise AssertionError
+
+
+_DURATIONS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "min": 60.0, "s": 1.0, "": 1.0}
+"""Suffix of a duration → its seconds."""
+
+
+def format_duration(seconds: float) -> str:
+    """The duration of a run or of its parts: ``21.3 d``, ``3.2 h``, ``12 min``; below two minutes as :func:`format_seconds`."""
+    for unit, digits in (("d", 1), ("h", 1), ("min", 0)):
+        if seconds >= 2 * _DURATIONS[unit]:
+            return f"{seconds / _DURATIONS[unit]:,.{digits}f} {unit}"
+    return format_seconds(seconds)
+
+
+def parse_duration(value: float | str) -> float:
+    """Seconds of ``"40000h"``, ``"2d"``, ``"10m"``, ``"90s"``, or of a number of seconds.
+
+    Raises:
+      ValueError: the text is no duration, or the duration is negative or infinite.
+    """
+    found = re.fullmatch(r"\s*((?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([a-z]*)\s*", str(value))
+    seconds = float(found[1]) * _DURATIONS.get(found[2], math.nan) if found else math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{value!r} is no duration: a number with d, h, m or s")
+    return seconds
+
+
+def format_count(n: float) -> str:
+    """A number of tokens, steps or examples: ``15 T``, ``1.05 M``, ``512``."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if n >= scale:
+            return f"{n / scale:.3g} {unit}"
+    return f"{n:,.0f}"
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

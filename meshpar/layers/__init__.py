@@ -1,4 +1,4 @@
-"""Functions that a model calls: attention, cross entropy, mixtures of experts, quantized weights.
+"""Functions that a model calls: attention, cross entropy, mixtures of experts, recurrences, quantized weights.
 
 The experts as modules are ``meshpar.layers.nnx.MoE`` and ``meshpar.layers.linen.MoE``: these two are imported when they are used.
 """
@@ -9,6 +9,7 @@ from types import ModuleType
 from .._src.layers.attention import attention
 from .._src.layers.loss import cross_entropy
 from .._src.layers.moe import ROUTERS, MoEAux, MoEExecution, Routing, moe, update_bias
+from .._src.layers.recurrence import recurrence
 from .._src.quantization import dequantize, quantize
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "dequantize",
     "moe",
     "quantize",
+    "recurrence",
     "update_bias",
 ]
 

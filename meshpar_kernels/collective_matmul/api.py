@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._choose import Unsupported, devices_on, dispatch, refuse_sharded
+from meshpar_kernels._choose import Unsupported, by_default, devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collective_matmul import gpu, reference, ring, tpu, tpu_gather, tpu_scatter, xla
 from meshpar_kernels.collective_matmul.dots import Axes, Dot
 from meshpar_kernels.tuning import Config, keywords_in_config, only_num_sms
@@ -217,7 +217,10 @@ def _without_kernel(how: _How) -> _How:
 
 
 def _by_kernel(how: _How) -> bool:
-    return how.implementation is not None and how.implementation.startswith("pallas")
+    """Whether the kernels are asked for, by name or by the environment variable of :mod:`meshpar_kernels._choose`."""
+    if how.implementation is None:
+        return bool(by_default("matmul_reduce_scatter"))
+    return how.implementation.startswith("pallas")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

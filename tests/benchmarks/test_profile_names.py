@@ -12,9 +12,7 @@ tpu = pytest.mark.skipif(
 
 
 @tpu
-@pytest.mark.parametrize(
-    ("topology", "layout"), covering.each(profile_names.TOPOLOGIES, ["fsdp+tensor+sequence", "fsdp"])
-)
+@pytest.mark.parametrize(("topology", "layout"), covering.each(profile_names.TOPOLOGIES, ["sequence_parallel", "fsdp"]))
 def test_all_names_are_in_the_final_program(topology, layout):
     program = profile_names.compiled(topology, dict(profile_names.CASES)[layout], layout, layers=2)
     assert program.plan is not None

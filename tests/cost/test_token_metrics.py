@@ -42,6 +42,13 @@ def test_the_limit_is_the_bytes_of_weights_cache_and_looked_up_rows():
     assert d.ratio == plan.seconds / d.limit > 1
 
 
+def test_of_a_table_the_row_of_one_token_is_read():
+    table, token = jax.ShapeDtypeStruct((4096, E), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    plan = mp.plan(lambda table, token: table[token], table, token, mesh="model=8", topology="v5e:2x4", layout="embed: model",
+                   dims={"table": "vocab embed", "token": "batch"})  # fmt: skip
+    assert plan.with_tokens("batch").decoding.bytes_read <= 4 * E / 8 + 16
+
+
 def test_the_largest_batch_fits_and_the_next_one_does_not():
     layout = "batch: data; mlp: model"
     largest = planned(layout).with_tokens("batch").decoding.largest

@@ -26,7 +26,7 @@ def test_the_results_are_those_of_one_device(shown, number):
     assert len(layouts) == 2
     lowering = ("shard_map", "jit")[number % 2]
     report = mp.check(
-        fn, *args, layouts=layouts, mesh="data=4, model=2", dims=dims, lowerings=[lowering], progress=False
+        fn, *args, layout=layouts, mesh="data=4, model=2", dims=dims, lowerings=[lowering], progress=False
     )
     assert report.ok
     assert len(report.rows) == 2

@@ -272,3 +272,20 @@ def test_search_finds_tensor_parallelism_for_decoding():
     weights = sum(h.bytes for h in best.inputs if "kernel" in h.path)
     assert weights < 1.01 * sum(h.bytes for h in heads.inputs if "kernel" in h.path)  # sharded over all devices
     assert best.bytes_sent < weights / 4  # activations, and no weights
+
+
+@pytest.mark.parametrize("model", ["mixtral", "deepseek"])
+def test_a_step_of_decoding_applies_every_expert_in_place(model):
+    """Rows of one token are routed as a sequence of as many is, which takes the grouped matmuls."""
+    config = MODELS[model][0].TINY
+    options = Options.of(config)
+    w = jax.tree.map(lambda a: a[0], generate.weights_of(weights(model))["layers"]["experts"])
+    rows = -(-len(w["up"]) // options.chosen)
+    x = jax.random.normal(jax.random.key(1), (1, rows, config.embed))
+    run = functools.partial(generate.experts, options, w)
+    with mock.patch.object(generate, "moe", side_effect=AssertionError):
+        got = run(x.swapaxes(0, 1))
+    np.testing.assert_allclose(got, run(x).swapaxes(0, 1), rtol=1e-4, atol=1e-5)
+    how = {"mesh": "data=2, model=2", "dims": {"x": "batch seq embed", "w/{gate,up}": "expert embed mlp"}}
+    layouts = ["batch: data; expert: model", "mlp: model; batch: data"]
+    assert mp.check(lambda w, x: generate.experts(options, w, x), w, x.swapaxes(0, 1), layouts=layouts, **how).ok

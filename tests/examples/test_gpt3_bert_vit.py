@@ -60,7 +60,7 @@ def small(name):
 def test_no_layout_changes_a_number(name, lowering):
     step, args, dims = small(name)
     how = {"meshes": ["data=4, model=2"], "lowerings": [lowering], "tolerance": 1e-4}
-    same(step, *args, layout=models.LAYOUTS["fsdp+tensor+sequence"], dims=dims, **how)
+    same(step, *args, layout=models.LAYOUTS["sequence_parallel"], dims=dims, **how)
 
 
 def test_vit_splits_attention_and_mlp_of_a_layer_with_one_all_reduce_each_way():

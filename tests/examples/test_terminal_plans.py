@@ -9,8 +9,8 @@ from meshpar._src.entry.target import load_target
 from meshpar._src.report.document import plain
 
 PLANS = [
-    ("llama.py:llama3_8b", "v5p:4x4x8", "data=32, model=4", "fsdp+tensor+sequence"),
-    ("llama.py:tiny", None, "data=4, model=2", "fsdp+tensor"),
+    ("llama.py:llama3_8b", "v5p:4x4x8", "data=32, model=4", "sequence_parallel"),
+    ("llama.py:tiny", None, "data=4, model=2", "fsdp_tensor"),
     ("deepseek.py:tiny", None, "data=4, model=2", "fsdp+expert"),
 ]
 

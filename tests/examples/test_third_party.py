@@ -22,7 +22,7 @@ def test_same_state(name, layout, lowering):
     state = jax.jit(case.create)(jax.random.key(0))
     dims = {f"state/{pattern}": names for pattern, names in case.weights.items()} | case.data
     report = mp.check(
-        case.step, state, case.batch, layouts=layout, mesh="data=2, model=2, idle=2", dims=dims, lowerings=[lowering]
+        case.step, state, case.batch, layout=layout, mesh="data=2, model=2, idle=2", dims=dims, lowerings=[lowering]
     )
     assert report.ok
 

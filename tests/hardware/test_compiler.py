@@ -17,8 +17,8 @@ from meshpar._src.hardware.options import GROUPS
 FILES = {path.stem: tomllib.loads(path.read_text()) for path in TABLES.glob("*.toml")}
 PER_CHIP = {
     "libtpu": {
-        "matmul_efficiency", "hbm_efficiency", "link_efficiency", "clock_hz", "vector_elements_per_cycle", "sync_collectives",
-        "line_permutes_are_sync", "partitioner_prefers_all_reduce", "option_groups",
+        "matmul_efficiency", "hbm_efficiency", "link_efficiency", "clock_hz", "vector_elements_per_cycle",
+        "matmul_result_fraction", "sync_collectives", "line_permutes_are_sync", "partitioner_prefers_all_reduce", "option_groups",
     },
     "jaxlib": {"matmul_efficiency", "hbm_efficiency", "link_efficiency"},
 }  # fmt: skip

@@ -20,7 +20,7 @@ KINDS = {
 def same(fn, *args, layout, dims, meshes=MESHES, lowerings=("shard_map",), **kwargs):
     """The numbers of the unsharded run under a layout, or each of a list, on all of these meshes, under these lowerings."""
     layouts = [layout] if isinstance(layout, str) else layout
-    report = mp.check(fn, *args, layouts=layouts, mesh=meshes, dims=dims, lowerings=lowerings, **kwargs)
+    report = mp.check(fn, *args, layout=layouts, mesh=meshes, dims=dims, lowerings=lowerings, **kwargs)
     assert report.ok
     assert len(report.rows) == len(meshes) * len(lowerings) * len(layouts)
 

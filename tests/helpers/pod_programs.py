@@ -15,6 +15,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar as mp
+from meshpar._src.pods.audit import Audit
 
 SCHEMES = {
     "dp": ("data=4", "batch: data"),
@@ -81,6 +82,35 @@ def results_of_all() -> Any:
     """(losses and state of two schemes; results for arguments of every kind; the error of a mesh of two devices, if any)."""
     trained = {s: train(s, low) for s, low in (("fsdp", "shard_map"), ("fsdp+tensor", "jit"))}
     return trained, arguments(), leave_one_out()
+
+
+def flipped(x: jax.Array, device: int, bit: int) -> jax.Array:
+    """The array with one bit flipped in the copy of one device, its number in the mesh; ``bit`` counts over the shard."""
+    data = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    shards = {s.device: np.array(s.data) for s in data.addressable_shards}
+    at = x.sharding.mesh.devices.flat[device]
+    if at in shards:
+        raw = shards[at].reshape(-1).view(np.uint8)
+        raw[bit // 8 % raw.size] ^= 1 << (bit % 8)
+    parts = [
+        jax.device_put(raw.view(data.dtype).reshape(shards[at].shape) if d is at else part, d)
+        for d, part in shards.items()
+    ]
+    made = jax.make_array_from_single_device_arrays(data.shape, data.sharding, parts)
+    return made if data is x else jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
+
+
+def audited() -> Any:
+    """(whether the audit of a clean state shows nothing, the fault of an array that one device changed, seconds of processes)."""
+    init, step, _, _ = functions("dp", "shard_map")
+    state = init(jax.random.key(0))
+    audit = Audit(step.plan(state, batch(0)))
+    audit.start(3, {"state": state})
+    clean = audit.finish() == []
+    params = {**state["params"], "up": flipped(state["params"]["up"], 3, 77)}
+    audit.start(4, {"state": {**state, "params": params}}, (1.5, 0.25 * (1 + jax.process_index())))
+    (fault,) = audit.finish()
+    return clean, str(fault), sorted(audit.seconds.items())
 
 
 def differ(what: str, odd: int) -> None:

@@ -84,6 +84,26 @@ def test_gradients(function):
         near(*found, 1e-5)
 
 
+@pytest.mark.parametrize("function", [all_gather_matmul, matmul_reduce_scatter])
+def test_the_variable_takes_the_kernels_of_the_backward_pass_too(function, monkeypatch):
+    """Forward one kernel, and backward the other for the gradient of x, as by name; without the variable neither."""
+
+    def kernels(implementation):
+        def loss(x, w):
+            return (function(x, w, "a", implementation=implementation) ** 2).sum()
+
+        specs = {"mesh": mesh_of(4), "in_specs": P(), "out_specs": P("a"), "check_vma": False}
+        shapes = jax.ShapeDtypeStruct((32, K), jnp.float32), jax.ShapeDtypeStruct((K, K), jnp.float32)
+        text = str(jax.make_jaxpr(jax.shard_map(jax.grad(loss, (0, 1)), **specs))(*shapes))
+        return [text.count(f"name=meshpar_{name}\n") for name in ("all_gather_matmul", "matmul_reduce_scatter")]
+
+    monkeypatch.delenv("MESHPAR_KERNELS", raising=False)
+    assert kernels(None) == [0, 0]
+    assert kernels("pallas") == [1, 1]
+    monkeypatch.setenv("MESHPAR_KERNELS", "pallas")
+    assert kernels(None) == [1, 1]
+
+
 def test_what_the_kernels_refuse():
     def refuses(words, function, x, implementation="pallas_tpu", dtype=jnp.float32, **options):
         call = functools.partial(function, axis_name="a", implementation=implementation, **options)

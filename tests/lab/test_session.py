@@ -128,7 +128,7 @@ def test_a_pinned_plan_is_compared(session):
     longer = now.seconds - before.seconds
     kind = "slower" if longer > 0 else "faster"
     assert comparison["question"] == f"Why is this plan {kind} by {format_seconds(abs(longer))}?"
-    why = html.unescape(comparison["why"])
+    why = html.unescape(comparison["why"]).replace("\u00a0", " ")
     assert "<code>embed: data</code>" in why
     assert "<code>mlp: model</code>" not in why  # both plans send the same because of it
     gathers = sum(c.seconds * c.count for c in now.collectives if "`embed: data`" in c.cause)

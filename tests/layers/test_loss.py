@@ -147,7 +147,7 @@ def test_chunks_of_the_vocabulary_are_gathered_and_scattered_separately():
     ],
 )
 def test_no_layout_changes_it(layout, over, lowering):
-    options = {"layouts": layout, "mesh": "data=2, model=4", "dims": DIMS, "lowerings": (lowering,)}
+    options = {"layout": layout, "mesh": "data=2, model=4", "dims": DIMS, "lowerings": (lowering,)}
     mp.check(step_over(over), HIDDEN, KERNEL, LABELS, **options)
 
 

@@ -44,7 +44,7 @@ def test_layouts_are_measured_and_the_arguments_left_alone(tmp_path):
     messages = []
     how = {"dims": DIMS, "donate_argnames": "state"}
     found = mp.hardware.calibrate(
-        train_step, state, x, layouts=LAYOUTS, mesh=MESH, rounds=2, progress=messages.append, **how
+        train_step, state, x, layout=LAYOUTS, mesh=MESH, rounds=2, progress=messages.append, **how
     )
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, x)))
     assert {r.layout for r in found.rows} == {str(mp.Layout(text)) for text in LAYOUTS}
@@ -138,7 +138,7 @@ def test_numbers_that_differ_are_caught():
 
     layouts = [("data=8", "a: data"), ("rows=8", "a: rows")]
     with pytest.raises(mp.errors.CheckError) as caught:
-        mp.hardware.calibrate(step, jnp.ones((8, 4)), layouts=layouts, dims={"x": "a b"}, rounds=1)
+        mp.hardware.calibrate(step, jnp.ones((8, 4)), layout=layouts, dims={"x": "a b"}, rounds=1)
     assert caught.value.path == "bad"
 
 
@@ -151,7 +151,7 @@ def test_rounding_that_adam_blows_up_is_no_difference():
         updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"])
         return optax.apply_updates(state["params"], updates), opt_state
 
-    found = mp.hardware.calibrate(step, *arguments(), layouts=LAYOUTS[:2], mesh=MESH, dims=DIMS, rounds=1)
+    found = mp.hardware.calibrate(step, *arguments(), layout=LAYOUTS[:2], mesh=MESH, dims=DIMS, rounds=1)
     assert len(found.rows) == 2
 
 
@@ -166,7 +166,7 @@ def test_modules_are_measured_and_not_updated():
 
     model = Model()
     layouts = ["batch: data", "mlp: data"]
-    found = mp.hardware.calibrate(step, model, jnp.ones((8, 8)), layouts=layouts, dims={"x": "batch embed"}, rounds=1)
+    found = mp.hardware.calibrate(step, model, jnp.ones((8, 8)), layout=layouts, dims={"x": "batch embed"}, rounds=1)
     assert len(found.rows) == 2
     np.testing.assert_array_equal(model.w[...], np.ones((8, 8)))
 
@@ -176,26 +176,26 @@ def test_what_jit_returned_and_pairs_and_searches():
     step = mp.jit(train_step, mesh=MESH, layout="", dims=DIMS, donate_argnames="state")
     one, other = ("data=8", "batch: data"), ("data=2, model=4", "batch: data; mlp: model")
     pairs = [one, (mp.mesh(other[0]), mp.Layout(other[1])), one]
-    found = mp.hardware.calibrate(step, state, x, layouts=pairs, rounds=1)
+    found = mp.hardware.calibrate(step, state, x, layout=pairs, rounds=1)
     assert {(r.mesh, r.layout) for r in found.rows} == {one, other}
     searched = mp.search(train_step, state, x, topology="v5e:2x4", dims=DIMS, donate_argnames="state", max_plans=8)
-    again = mp.hardware.calibrate(train_step, state, x, layouts=searched, max_layouts=1, dims=DIMS, rounds=1)
+    again = mp.hardware.calibrate(train_step, state, x, layout=searched, max_layouts=1, dims=DIMS, rounds=1)
     assert [(r.mesh, r.layout) for r in again.rows] == [(r.mesh, r.layout) for r in searched.rows[:1]]
 
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"layouts": []}, mp.errors.UnsupportedError, "no layouts"),
-        ({"layouts": "batch: data; mlp: model", "mesh": None}, mp.errors.MeshError, "no mesh says their sizes"),
-        ({"layouts": "batch: data", "mesh": "data=1"}, mp.errors.MeshError, "one device"),
-        ({"layouts": "batch: data", "mesh": "data=16"}, mp.errors.MeshError, "needs 16 devices"),
-        ({"layouts": ["batch: data", "batch: rows"]}, mp.errors.UnknownAxisError, "rows"),
-        ({"layouts": "batch: data+model; embed: data", "mesh": "data=8, model=3"}, mp.errors.MeshError, "24"),
-        ({"layouts": [("data=3", "batch: data")], "mesh": None}, mp.errors.DivisibilityError, "batch"),
-        ({"layouts": [("data=8", "batch: data")]}, mp.errors.MeshError, "have their own meshes"),
-        ({"layouts": "batch: data", "rounds": 0}, mp.errors.UnsupportedError, "rounds=0"),
-        ({"layouts": "batch: data", "lowering": "gspmd"}, mp.errors.UnsupportedError, "no lowering"),
+        ({"layout": []}, mp.errors.UnsupportedError, "no layouts"),
+        ({"layout": "batch: data; mlp: model", "mesh": None}, mp.errors.MeshError, "no mesh says their sizes"),
+        ({"layout": "batch: data", "mesh": "data=1"}, mp.errors.MeshError, "one device"),
+        ({"layout": "batch: data", "mesh": "data=16"}, mp.errors.MeshError, "needs 16 devices"),
+        ({"layout": ["batch: data", "batch: rows"]}, mp.errors.UnknownAxisError, "rows"),
+        ({"layout": "batch: data+model; embed: data", "mesh": "data=8, model=3"}, mp.errors.MeshError, "24"),
+        ({"layout": [("data=3", "batch: data")], "mesh": None}, mp.errors.DivisibilityError, "batch"),
+        ({"layout": [("data=8", "batch: data")]}, mp.errors.MeshError, "have their own meshes"),
+        ({"layout": "batch: data", "rounds": 0}, mp.errors.UnsupportedError, "rounds=0"),
+        ({"layout": "batch: data", "lowering": "gspmd"}, mp.errors.UnsupportedError, "no lowering"),
     ],
 )
 def test_bad_input(options, error, says):

@@ -17,7 +17,7 @@ from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.hardware.compiler import compiler_model
 from meshpar._src.lower.shard_map import lower_to_shard_map
 from meshpar._src.passes.barriers import separate_matmuls
-from meshpar._src.passes.ranked import rank
+from meshpar._src.passes.ranked import RANK
 from meshpar._src.plan.plan import Plan
 from meshpar._src.plan.planner import planned
 from meshpar._src.plan.request import PlanRequest
@@ -166,7 +166,7 @@ def test_barriers_send_nothing():
     """What is sent is what the plan had before any pass."""
     mesh, layout = mp.mesh(DATA), mp.Layout(ZERO_1["layout"])
     plan, _ = lowered(zero_1, *zero_1_args(2048, f32), **ZERO_1, donate_argnums=0)
-    before = planned(plan.program, PlanRequest(layout, mesh, donated=plan.donated), rank)
+    before = planned(plan.program, PlanRequest(layout, mesh, donated=plan.donated), RANK)
     assert steps_of(plan, Barrier)
     assert not steps_of(before, Barrier)
     assert [c.to_dict() for c in plan.collectives] == [c.to_dict() for c in before.collectives]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import bf16
+from arrays import bf16, f32
 from jax import lax
 from jax.experimental import io_callback
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -17,8 +17,10 @@ from jax.experimental.custom_partitioning import custom_partitioning
 import meshpar as mp
 from meshpar._src.lower import LOWERINGS
 from meshpar._src.passes import PASSES
+from meshpar._src.passes.lowering import MIN_GAIN, shorter_lowering
 from meshpar._src.plan.steps import Run
 from meshpar._src.rules import registry
+from meshpar._src.units import format_seconds
 
 X = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 HOW = {"mesh": "data=4, model=2", "layout": "batch: data", "dims": {"x": "batch embed"}}
@@ -199,3 +201,48 @@ def test_a_plan_under_jit_has_nothing_that_its_program_does_not_emit():
     assert emitted["jit"] == made["jit"]["Run"]
     assert not made["jit"].keys() & {"Barrier", "ring"}
     assert all(set(each.lowerings) <= LOWERINGS.keys() for each in PASSES)
+
+
+def rounded(w, x):
+    """Layers in a loop that rounds slices of float32 stacks: under ``"shard_map"`` the slices are behind a barrier."""
+
+    def loss(w):
+        def layer(h, w):
+            return jnp.tanh(h @ w["up"].astype(h.dtype)) @ w["down"].astype(h.dtype), None
+
+        return lax.scan(jax.checkpoint(layer), x, w)[0].astype(jnp.float32).sum()
+
+    return jax.tree.map(lambda w, g: w - g, w, jax.grad(loss)(w))
+
+
+def plan_of_rounded(**changes):
+    w = {"up": f32(4, 4096, 16384), "down": f32(4, 16384, 4096)}
+    dims = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
+    how = {"mesh": "data=8", "layout": "batch: data", "topology": "v5p:2x2x2", "donate_argnames": "w", "dims": dims}
+    return mp.plan(rounded, w, bf16(16384, 4096), **{**how, **changes})
+
+
+def test_auto_is_the_lowering_with_the_shorter_plan():
+    """Warnings are errors: there is none of this choice."""
+    ours, xla, plan = (plan_of_rounded(lowering=k) for k in ("shard_map", "jit", "auto"))
+    assert xla.seconds < (1 - MIN_GAIN) * ours.seconds
+    assert (plan.lowering, plan.overlap, plan.seconds, plan.memory.peak) == ("jit", "off", xla.seconds, xla.memory.peak)
+    assert plan.lowering_reason == f"planned {format_seconds(xla.seconds)}; shard_map {format_seconds(ours.seconds)}"
+    assert f"lowering  jit (estimate: XLA partitions this program; {plan.lowering_reason})" in str(plan)
+    assert ours.replan(lowering="auto").lowering_reason == plan.lowering_reason
+    assert plan.replan(topology="").lowering == "shard_map"  # without a chip there are no seconds
+    assert plan_of_rounded(overlap="xla").lowering == "jit"
+    assert plan_of_rounded(overlap="ring").lowering == "shard_map"  # "jit" has no rings
+
+
+def test_a_shorter_plan_must_fit_and_save_more_than_digits_show():
+    short = plan_of_rounded(lowering="jit")
+    long = plan_of_rounded(lowering="shard_map", layout="batch: data; embed: data", topology="v5e:2x4")
+    assert short.seconds < long.seconds
+    assert short.memory.peak > long.memory.peak
+    assert shorter_lowering(long, short, short).lowering == "jit"
+    assert shorter_lowering(short, long, long) is short
+    assert shorter_lowering(long, short, long) is long  # XLA's kernels take longer than its plan says
+    between = (short.memory.peak + long.memory.peak) / 2
+    long, short = (dataclasses.replace(p, chip=dataclasses.replace(p.chip, hbm=between)) for p in (long, short))
+    assert shorter_lowering(long, short, short) is long

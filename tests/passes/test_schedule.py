@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import f32, normal
+from arrays import bf16, f32, normal
 from dependencies import bodies
 from lowered import jaxpr_of
 
@@ -125,3 +125,22 @@ def test_no_barrier_holds_what_hides_reductions_on_the_sparse_cores_in_a_loop(to
     loops = [step for step in plan.body.all_steps if isinstance(step, Loop)]
     inside = [step for loop in loops for step in loop.body.all_steps if isinstance(step, Barrier) and step.after]
     assert bool(inside) == held
+
+
+def test_a_barrier_is_not_on_an_array_that_a_matmul_pads():
+    """The gradient of ``logits[:, :-1]`` is padded in the kernels of both matmuls that read it; behind a barrier it is an array."""
+
+    def step(w, x):
+        def loss(w):
+            y = jnp.tanh(x @ w["up"])
+            return (jax.nn.softmax((y @ w["head"])[:, :-1].astype(jnp.float32)) ** 2).mean()
+
+        return jax.grad(loss)(w)
+
+    w, dims = {"up": bf16(2048, 2048), "head": bf16(2048, 8192)}, {"w/up": "in embed", "w/head": "embed vocab"}
+    how = {"topology": "v5e:2x4", "mesh": "data=8", "layout": "batch: data; embed: data", "overlap": "xla"}
+    plan = mp.plan(step, w, bf16(16, 512, 2048), **how, dims={**dims, "x": "batch seq in"})
+    held = [s for s in plan.body.all_steps if isinstance(s, Barrier) and s.after and s.op.name == "dot_general"]
+    assert [s.value.shape for b in held for s in b.sources] == [
+        (16, 512, 2048)
+    ]  # the other operand of the head's gradient

@@ -280,3 +280,17 @@ def test_a_conflict_is_resolved_by_the_order_of_rules_or_by_bytes_sent(resolve):
         assert sent == [("reduce-scatter", 3 / 4 * 512 * 256 * 4)]
     else:
         assert sent == [("all-to-all", 3 / 4 * 512 * 8 * 4 / 4), ("all-gather", 3 / 4 * 8 * 256 * 4)]
+
+
+def test_by_cost_a_conflict_over_one_axis_leaves_the_others_to_their_dims():
+    """x[batch, heads] @ w[heads, embed], where `batch` and `embed` compete for data only. That gathering x over model would send
+    less than summing up the result is no reason: all devices along model would do the same."""
+    rules = [("batch", "data"), ("heads", "model"), ("embed", "data")]
+    text = "; ".join(": ".join(rule) for rule in rules)
+    args, dims = (f32(512, 8), f32(8, 256)), {"x": "batch heads", "w": "heads embed"}
+    plans = [
+        mp.plan(lambda x, w: x @ w, *args, mesh="data=4, model=2", layout=layout, dims=dims) for layout in (rules, text)
+    ]
+    sent, by_order = ([(c.op, c.axes, c.bytes) for c in plan.collectives] for plan in plans)
+    assert sent == by_order
+    assert ("all-reduce", ("model",), 2 * 512 / 4 * 256 * 4 / 2) in sent

@@ -127,13 +127,18 @@ def test_order_decides_and_cost_may_decide_otherwise():
     assert first.bytes_sent != last.bytes_sent
     cheapest = plan_of(mp.Layout("embed: data; batch: data", resolve="cost"))
     assert cheapest.bytes_sent < last.bytes_sent
+    assert "embed: data; batch: data (by cost)" in str(cheapest)
+    assert "(by cost)" not in str(last)
 
 
-def test_a_flax_rule_list_is_a_layout():
-    plan = plan_of([("batch", "data"), ("embed", "data"), ("mlp", "model"), ("vocab", ("model",)), ("kv", None)])
+@pytest.mark.parametrize("order", [("batch", "embed"), ("embed", "batch")])
+def test_a_flax_rule_list_is_a_layout_that_sends_at_most_as_much_as_its_text(order):
+    rules = [*((dim, "data") for dim in order), ("mlp", "model"), ("vocab", ("model",)), ("kv", None)]
+    plan, text = plan_of(rules), plan_of(f"{', '.join(order)}: data; mlp, vocab: model")
+    assert [h.spec for h in plan.inputs] == [h.spec for h in text.inputs]
+    assert plan.bytes_sent < text.bytes_sent
     up = next(h for h in plan.inputs if h.path == "state/params/up")
     assert up.spec == PartitionSpec(None, "data", "model")
-    assert plan.layout.resolve == "cost"
 
 
 def test_json_and_text_tell_the_same():

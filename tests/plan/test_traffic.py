@@ -39,6 +39,8 @@ def test_a_result_is_partial_over_the_axes_of_contracted_factors(dot):
         ((), M, [((), M), (M, ())], ((), ()), 2 * 16 * 32 * 4 / 2),  # the result is all-reduced
         ((), M, [((), M), (M, ())], ((), M), 16 * 32 * 4 / 2),  # or reduce-scattered
         (D, (), [(D, ()), ((), ())], ((), ()), 16 * 32 * 4 * 3 / 4),  # the result is gathered
+        # the result is all-reduced over model, and data moves from its rows to its columns
+        (D, M, [(D, M), (M, ())], ((), D), 2 * 16 / 4 * 32 * 4 / 2 + 16 / 4 * 32 * 4 * 3 / 4),
     ],
 )
 def test_bytes_of_a_matmul(dot, rows, inner, specs, stored, sent):

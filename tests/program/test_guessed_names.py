@@ -295,11 +295,39 @@ def test_an_initializer_takes_the_mapping_of_its_step():
     """The pattern of the batch matches no array of it; a pattern like one of its paths is a mistake."""
     step, state = trained(*decoder())
     dims = mp.infer_dims(step, state, batch_of())
-    create = lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)  # noqa: E731
+
+    def create():
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)
+
     made = mp.init(create, mesh="data=4", layout="embed: data", dims=dims)()
     assert made["params"]["layers"][0]["up"].sharding.spec == jax.P("data")
+    with pytest.warns(
+        mp.errors.ReplicatedWarning, match=r"dims=mp\.infer_dims\(step, jax\.eval_shape\(create, …\), batch\)"
+    ):
+        mp.init(create, mesh="data=4", layout="embed: data")()
     with pytest.raises(mp.errors.PatternError, match=r"did you mean '\*/down'"):
         mp.init(create, mesh="data=4", layout="embed: data", dims={**dims, "*/dwn": "mlp embed"})()
+
+
+def test_the_mapping_fits_the_initializer_where_only_numbers_tell_weights_apart():
+    """`0/kernel` is [embed, mlp] and `1/kernel` [mlp, embed], of one block and in a tree whose root only the step names."""
+
+    def loss(params, x):
+        for block in params["blocks"]:
+            x = x + jax.nn.relu(x @ block[0]["kernel"]) @ block[1]["kernel"]
+        return (x**2).mean()
+
+    block = [{"kernel": (EMBED, 32)}, {"kernel": (32, EMBED)}]
+    step, state = trained(loss, shapes({"blocks": [block, block]}))
+    x = shapes((4, EMBED))
+    dims = mp.infer_dims(step, state, x)
+    assert all(pattern.startswith("*/") or pattern == "batch" for pattern in dims)
+
+    def create():
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), state)["params"]
+
+    made = mp.init(create, mesh="data=4", layout="mlp: data", dims=dims)()
+    assert [w["kernel"].sharding.spec for w in made["blocks"][1]] == [jax.P(None, "data"), jax.P("data")]
 
 
 def test_weights_that_a_step_updates_without_optimizer_state():
@@ -394,7 +422,7 @@ def test_known_schemes_run_without_a_name(layout, lowering):
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 8, x.dtype), state)
     batch = {"tokens": jnp.asarray(rng.integers(0, VOCAB, (4, 10)), I32)}
-    report = mp.check(step, state, batch, layouts=layout, mesh="data=2, model=2", lowering=lowering)
+    report = mp.check(step, state, batch, layout=layout, mesh="data=2, model=2", lowering=lowering)
     assert report.ok
     plan = mp.plan(step, state, batch, mesh="data=2, model=2", layout=layout)
     split = {held.path: dict(held.split) for held in plan.inputs}

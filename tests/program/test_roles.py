@@ -199,16 +199,61 @@ def rounded(half, full, opt_state, x):
 HALF = jax.tree.map(lambda x: x.astype(jnp.bfloat16), P)
 
 
+def adam(params, m, v, x):
+    value, g = jax.value_and_grad(loss)(params, x)
+    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
+    v = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, v, g)
+    return jax.tree.map(lambda p, m, v: p - 0.1 * m / (v**0.5 + 1e-8), params, m, v), m, v, value
+
+
 @pytest.mark.parametrize(
-    ("step", "args", "path"),
+    ("step", "args", "state"),
     [
-        (momentum, (P, ZEROS, X), "velocity"),
-        (averaged, (P, P, ADAM.init(P), X), "average"),
-        (rounded, (HALF, P, ADAM.init(P), X), "full"),
+        (adam, (P, ZEROS, ZEROS, X), 4),
+        (momentum, (P, ZEROS, X), 2),
+        (averaged, (P, P, ADAM.init(P), X), 2),
     ],
 )
-def test_state_that_is_not_declared_is_a_warning_with_the_rule_that_shards_it(step, args, path):
-    with pytest.warns(ReplicatedWarning, match=f'{path}/down and 1 more.*declares it.*"{path}/down".embed: data'):
+def test_state_written_by_hand_is_optimizer_state(step, args, state):
+    """Moments, momentum and averages: plain arguments with the structure of the parameters."""
+    plan = mp.plan(step, *args, mesh="data=8", layout=ZERO1, dims=DIMS)
+    for held in (plan.inputs, plan.outputs):
+        assert [h.kind for h in held[: 2 + state]] == ["params"] * 2 + ["opt"] * state
+        assert [split(h) for h in held[: 2 + state]] == [False] * 2 + [True] * state
+    assert plan.memory.by_kind["optimizer state"] >= state * P["up"].nbytes / 8
+
+
+def descent(name):
+    """Momentum on arguments that are arrays, the first of which is called ``name``."""
+
+    def run(x, v, batch):
+        v = 0.9 * v + jax.grad(lambda x: jnp.mean((batch @ x) ** 2))(x)
+        return x - 0.1 * v, v
+
+    made = {}
+    exec(f"def step({name}, v, batch): return run({name}, v, batch)", {"run": run}, made)
+    return made["step"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("params", "opt"), ("position", None)])
+def test_an_array_on_its_own_is_optimizer_state_of_declared_parameters_only(name, kind):
+    """Positions and velocities of a simulation have the same program as weights and momentum."""
+    plan = mp.plan(
+        descent(name), P["up"], ZEROS["up"], X, mesh="data=8", layout={"batch": "data"}, dims={"batch": "batch _"}
+    )
+    assert [h.kind for h in plan.inputs] == ["params" if kind else None, kind, None]
+
+
+def copies(weights, full, opt_state, x):
+    return rounded(weights, full["params"], opt_state, x)
+
+
+@pytest.mark.parametrize(
+    ("step", "args", "path"),
+    [(rounded, (HALF, P, ADAM.init(P), X), "full"), (copies, (HALF, {"params": P}, ADAM.init(P), X), "full/params")],
+)
+def test_copies_of_parameters_are_parameters_with_a_warning_that_has_the_rule_for_them(step, args, path):
+    with pytest.warns(ReplicatedWarning, match=f'{path}/down and 1 more.*stored as one.*"{path}/down".embed: data'):
         plan = mp.plan(step, *args, mesh="data=8", layout=ZERO1, dims=DIMS)
     assert not any(split(h) for h in plan.inputs[:4])
     plan = mp.plan(step, *args, mesh="data=8", layout=f'{ZERO1}; "{path}/*".embed: data', dims=DIMS)

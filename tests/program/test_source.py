@@ -132,3 +132,35 @@ def test_the_modules_inside_a_loop_over_layers(package):
     plan = gradients_of(package.Scanned(), "batch: data")
     assert any(c.module.startswith("Scanned/") and c.module.endswith("/up") for c in plan.collectives)
     assert any(re.search(r" at Scanned/\S*/up \(\S+:\d+\)$", line) for line in plan.unnamed)
+
+
+@pytest.mark.parametrize(
+    ("weights", "module"),
+    [
+        ({"blocks": {"up": {"kernel": True}}}, "blocks/up"),
+        ({"params": {"mlp": {"kernel": True}}}, "mlp"),
+        ({"kernel": True}, ""),
+    ],
+)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_matmul_without_scopes_is_in_the_module_of_its_weight(weights, module, stacked):
+    """Also in a loop over stacked layers, and of a cast and transposed weight; elementwise ops have none."""
+    w = jax.tree.map(lambda _: jax.ShapeDtypeStruct((4, 8, 8)[not stacked :], jnp.float32), weights)
+
+    def fn(model, x):
+        (kernel,) = jax.tree.leaves(model)
+
+        def layer(x, w):
+            return jnp.tanh(x @ w.astype(jnp.bfloat16).T), None
+
+        return jax.lax.scan(layer, x, kernel)[0] if stacked else layer(x, kernel)[0]
+
+    x = jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
+
+    def step(model, x):
+        return jax.tree.map(lambda w, g: w - g, model, jax.grad(lambda m: fn(m, x).astype(jnp.float32).sum())(model))
+
+    plan = mp.plan(step, w, x, mesh="data=4", layout="batch: data", dims={"x": "batch embed"})
+    ops = [*plan.program.root.walk()]
+    assert next(op for op in ops if op.name == "dot_general").module == module
+    assert {op.module for op in ops if op.name == "tanh"} == {""}

@@ -1,13 +1,15 @@
 """What reports add to a plan: the effect of every rule, the loops over time, the largest values; against hand arithmetic."""
 
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
+import lab_program
 import pytest
 
 import meshpar as mp
-from meshpar._src.report.facts import argument_dims, largest_values, parallelism, rule_effects
+from meshpar._src.report.facts import MEASURED_GPU_STEPS, argument_dims, largest_values, parallelism, rule_effects
 from meshpar._src.report.timeline import COMPUTE, timeline
 
 BATCH, EMBED, MLP, LAYERS = 4096, 1024, 4096, 6
@@ -143,3 +145,13 @@ def test_what_a_repl_shows_fits_a_screen():
 def test_the_parallelism_of_a_rule(layout, names):
     rules = mp.Layout(layout).rules
     assert [parallelism(rule, rules[:k]) for k, rule in enumerate(rules)] == names
+
+
+def test_plans_for_gpus_have_the_measured_ratios(pytestconfig):
+    table = (pytestconfig.rootpath / "benchmarks/results/device.md").read_text()
+    rows = re.findall(r"\| (?:llama|moe) \| (?:shard_map|jit) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|", table)
+    ratios = [float(measured) / float(planned) for measured, planned in rows]
+    assert (round(min(ratios), 2), round(max(ratios), 2)) == MEASURED_GPU_STEPS
+    gpu, tpu = (str(lab_program.planned("data=8", "batch: data", topology)) for topology in ("h100:8", "v5e:2x4"))
+    text = "steps that were measured on one H200 took 1.14 to 1.18 times as long as planned"
+    assert (text in " ".join(gpu.split()), text in " ".join(tpu.split())) == (True, False)

@@ -8,7 +8,8 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar._src.report.hints import exchange_hints, memory_hints
+from meshpar._src.cost.kernels import computation_of
+from meshpar._src.report.hints import attention_hint, exchange_hints, memory_hints
 from meshpar._src.units import format_memory
 
 GROUPS, TOKENS, EMBED, MLP, EXPERTS, CAPACITY = 8, 64, 32, 64, 4, 16
@@ -150,3 +151,32 @@ def test_a_plan_that_does_not_fit_has_its_remedies():
     edited = trained(f"batch: data; {text[1]}: data", donate_argnames="state")
     assert text[2] == format_memory(plan.argument_bytes() - edited.argument_bytes())
     assert edited.memory.peak < 15.75 * 2**30 < plan.memory.peak
+
+
+def attend(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k).astype(jnp.float32)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores).astype(q.dtype), v)
+
+
+def head(q, k, v):
+    """A softmax whose input no batched matmul makes."""
+    return jax.nn.softmax(q.reshape(-1, 64) @ k.reshape(64, -1)) + v.sum()
+
+
+@pytest.mark.parametrize(("fn", "stored"), [(attend, True), (lambda *x: mp.layers.attention(*x), False), (head, False)])
+def test_stored_attention_scores_have_a_hint(fn, stored):
+    q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
+    where = {"mesh": "data=4", "topology": "v5e:2x2", "dims": {"*": "batch seq heads head_dim"}}
+    plan = mp.plan(
+        jax.grad(lambda *x: fn(*x).astype(jnp.float32).sum(), (0, 1, 2)), q, q, q, layout="batch: data", **where
+    )
+    hint = attention_hint(plan)
+    assert (hint is not None) == stored
+    if stored:
+        shard = max(
+            b.bytes for k in computation_of(plan).kernels for b in k.writes if b.value.elements == 8 * 4 * 512**2
+        )
+        assert hint.startswith(f"attention scores of {format_memory(shard)} are stored at tests/report/test_hints.py:")
+        assert "mp.layers.attention computes them in chunks" in hint
+        assert "of the step" in hint
+        assert "hint attention scores" in " ".join(str(plan).split())

@@ -105,7 +105,8 @@ def test_it_shows_the_plans_own_figures(page):
     assert len(causes) > 1
     assert read.rows["Collectives"] == len(causes) + len(distinct)  # a row of headings for each rule
     for c in plan.collectives:
-        assert c.cause in read.sections["Collectives"]
+        assert c.cause.replace("`", "") in read.sections["Collectives"]
+    assert "<code>embed: data</code>" in text.split('id="collectives"')[1]
     for h in plan.inputs:
         assert h.path in read.sections["Arguments"]
     assert "all-gather" in read.sections["Timeline"]
@@ -135,6 +136,14 @@ def test_a_note_of_several_lines_is_a_nested_list():
     notes = plan_page(plan).split('<section id="notes">')[1].split("</section>")[0]
     assert notes.count("<ul>") == 2
     assert f"of {plan.program.coverage()[1]} named" in notes
+
+
+@pytest.mark.parametrize(("layout", "by_cost"), [("batch: data", False), ([("batch", "data")], True)])
+def test_a_page_says_how_rules_are_resolved(layout, by_cost):
+    text = plan_page(mp.plan(jnp.tanh, ARGS[2], mesh="data=4", layout=layout, dims={"*": "batch _"}))
+    assert ("batch: data (by cost)" in text) == by_cost
+    assert ("to the one with which the op sends the fewest bytes" in text) == by_cost
+    assert "{}" not in text.split('<section id="rules">')[1].split("</section>")[0]
 
 
 def test_names_are_escaped():

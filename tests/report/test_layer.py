@@ -8,6 +8,7 @@ import lab_program
 import pytest
 from browser import chromium
 from flax import linen as nn
+from flax import nnx
 
 import meshpar as mp
 
@@ -82,6 +83,41 @@ def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_c
         ("reduce-scatter", "model", "batch:data seq embed"),
     ]
     assert all(k < at for at, n in enumerate(nodes) for k, _ in n["sources"] if n["name"] != "tanh")
+
+
+def test_parts_of_plain_jax_have_the_dims_of_their_matmuls(nodes_of):
+    names = [n["name"] for n in nodes_of(lab_program.planned(lab_program.MESH, "batch: data")) if n["part"]]
+    assert names == ["embed → mlp", "mlp → embed"]
+
+
+def test_a_layer_of_nnx_modules_has_their_names(nodes_of):
+    class NnxBlock(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(jnp.tanh(self.up(x)))
+
+    class NnxModel(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+
+        def __call__(self, x):
+            return self.blocks[1](self.blocks[0](x))
+
+    model = NnxModel(nnx.Rngs(0))
+
+    def step(model, x):
+        return nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+
+    dims = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed", "x": "batch embed"}
+    x = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    plan = mp.plan(
+        step, model, x, dims=dims, mesh="data=4, model=4", topology="v5e:4x4", layout="batch: data; mlp: model"
+    )
+    nodes = [n for n in nodes_of(plan) if n["part"] and not (n["gates"] and not n["weights"])]
+    assert [n["name"] for n in nodes][:2] == ["up", "down"]
+    assert nodes[0]["about"].startswith("blocks/0/up\n")
 
 
 def test_a_program_without_matmuls_has_no_drawing(nodes_of):

@@ -11,7 +11,8 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.report.facts import kernel_seconds
-from meshpar._src.report.timeline import COMPUTE, LOOP, PHASES, step_bounds, timeline
+from meshpar._src.report.timeline import COMPUTE, LOOP, PHASES, slowest_kernel, step_bounds, timeline
+from meshpar._src.units import format_seconds
 from meshpar.errors import UnsupportedError
 
 FSDP, TENSOR = "batch: data; embed: data", "batch: data; mlp: model; embed: data"
@@ -121,6 +122,20 @@ def test_what_bounds_a_step():
     plan = lab_program.pipelined(stages=4, microbatches=8)
     in_loops = sum(o.seconds * o.count for o in plan.time.ops if o.count > 1)
     assert dict(step_bounds(plan))["pipeline bubble"] == pytest.approx(plan.pipeline.bubble * in_loops)
+
+
+def test_the_slowest_kernel_has_its_place_its_calls_and_its_unit():
+    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 4096), (8, 4096, 4096)))
+    where = {"mesh": "data=1", "topology": "v5e:1x1", "layout": "", "dims": {"x": "batch embed", "w": "layers embed _"}}
+    layers = mp.plan(lambda x, w: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0], x, w, **where)
+    (op,) = (o for o in layers.time.ops if o.flops)
+    line = f"at {op.origin.source}, {format_seconds(8 * op.seconds)} in 8 calls, "
+    assert slowest_kernel(layers).startswith(f"the matmul {line}")
+    assert slowest_kernel(layers).endswith("% of the step, bound by matmuls")
+    assert slowest_kernel(layers) in " ".join(str(layers).split())
+    added = mp.plan(lambda x: (x + 1) * 2, x, **where | {"dims": {"x": "batch embed"}})
+    assert slowest_kernel(added).endswith(" in 1 call, 100 % of the step, bound by vector units")
+    assert slowest_kernel(batched(FSDP, None)) == ""
 
 
 def test_without_a_chip_there_is_no_timeline(tmp_path):

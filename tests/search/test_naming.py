@@ -14,6 +14,7 @@ from meshpar._src.search.space import Point, axis_names, renamed
         ("a=8, b=2, c=16", "expert: a; batch: b+c+a; embed: a+b+c", "a=expert, b=data2, c=data"),
         ("a=4, b=4", "batch: a; seq: b", "a=data, b=context"),
         ("a=128, b=2", "batch: b+a; embed: a", "a=data, b=replica"),
+        ("a=4, b=2", "batch: a+b; embed: b", "a=replica, b=data"),
         ("a=2, b=4, c=2", "mlp: a; heads: b", "a=model, b=model2, c=idle"),
         ("a=16", "batch: a; opt.embed: a", "a=data"),
         ("a=16", "", "a=idle"),

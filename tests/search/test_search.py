@@ -30,6 +30,7 @@ from meshpar._src.search.picture import Picture
 from meshpar._src.search.row import Row
 from meshpar._src.search.selection import Candidate, _choice, one_per_kind, with_merged_axes
 from meshpar._src.search.space import Point, Space, meshes
+from meshpar._src.units import format_seconds
 
 OPTIMIZER = optax.adam(1e-3)
 V5E = parse_topology("v5e:4x4").chip.per_device().hbm
@@ -112,7 +113,7 @@ def test_nothing_planned_fits_and_is_shorter_by_more_than_a_tie():
         assert got.fits
         assert got.best.seconds <= 1.03 * min(r.seconds for r in got.rows if r.fits)
         assert got.best.seconds <= 1.002 * min(r.seconds for r in got.rows if r.fits and r.name)
-        assert {"data parallel", "fsdp", "tensor parallel", "fsdp tensor"} <= {r.name for r in got.rows}
+        assert {"data_parallel", "fsdp", "tensor_parallel", "fsdp_tensor"} <= {r.name for r in got.rows}
         assert got.front
         for a, b in itertools.product(got.rows, got.front):
             assert not (a.seconds < b.seconds and a.peak < b.peak)
@@ -135,10 +136,21 @@ def test_it_is_as_good_as_planning_every_layout():
     assert got.best.seconds <= 1.03 * min(least.values())
 
 
+def test_schemes_on_two_slices(space):
+    """HSDP gathers weights within a slice; schemes of one axis are sharded over all devices."""
+    points = {name: point.layout for name, point in space.presets((("slice", 2), ("data", 8)))}
+    assert points["hsdp"] == "batch?: slice+data; embed?: data"
+    assert points["fsdp"] == "batch?, embed?: slice+data"
+    assert points["fsdp_tensor"].startswith("batch?: slice; ")
+    points = {name: point.layout for name, point in space.presets((("slice", 2), ("data", 4), ("model", 2)))}
+    assert points["fsdp_tensor"] == "batch?: slice+data; mlp?, vocab?: model; embed?: slice+data"
+    assert "hsdp" not in points
+
+
 def test_a_small_model_on_few_chips_is_data_parallel():
     """Nothing but ZeRO-1 and FSDP, which are shorter by what their updates read less, is chosen before it, by less than a tie."""
     got = found(topology="h100:4", batch=64, embed=256, mlp=1024)
-    parallel = next(r for r in got.rows if r.name == "data parallel")
+    parallel = next(r for r in got.rows if r.name == "data_parallel")
     assert parallel.seconds <= 1.03 * got.best.seconds
     assert str(got.best.layout) in ("batch: data", "batch, opt.embed: data", "batch, embed: data")
     assert got.best.mesh == "data=4"
@@ -153,7 +165,7 @@ def test_weights_that_are_read_for_few_tokens_are_split_over_all_devices():
     w, x = {"up": weight(8, 4096, 16384), "down": weight(8, 16384, 4096)}, weight(8, 4096)
     dims = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
     got = mp.search(decode, w, x, topology="v6e:2x4", dims=dims, max_plans=40)
-    (tensor,) = (r for r in got.rows if r.name == "tensor parallel" and r.mesh == "model=8")
+    (tensor,) = (r for r in got.rows if r.name == "tensor_parallel" and r.mesh == "model=8")
     assert str(tensor.layout) == "mlp: model"
     assert tensor.fits
     assert got.best.seconds <= 1.002 * tensor.seconds
@@ -168,17 +180,17 @@ def test_a_model_that_fits_only_with_split_optimizer_state():
     """Weights of 1.1 GB a device fit whole; with their moments they do not."""
     sizes = {"batch": 64, "embed": 8192, "mlp": 32768}
     whole = found(**sizes, options=(("memory_fraction", 1.0), ("max_plans", 20)))
-    replicated = next(r for r in whole.rows if r.name == "data parallel")
+    replicated = next(r for r in whole.rows if r.name == "data_parallel")
     margin = 0.9 * replicated.peak / V5E
     got = found(**sizes, options=(("memory_fraction", margin), ("forbid", "mlp, vocab")))
     assert got.fits
-    assert not next(r for r in got.rows if r.name == "data parallel").fits
+    assert not next(r for r in got.rows if r.name == "data_parallel").fits
     assert got.best.peak <= margin * V5E
 
 
 def test_fsdp_against_megatron_on_both_sides_of_the_tokens_a_chip():
     """Gathered weights cost the same whatever the batch is, reduced activations grow with it."""
-    for batch, first, second in ((4, "tensor parallel", "fsdp"), (1024, "fsdp", "tensor parallel")):
+    for batch, first, second in ((4, "tensor_parallel", "fsdp"), (1024, "fsdp", "tensor_parallel")):
         got = found(batch=batch, options=(("max_plans", 40),))
         least = {name: min(r.seconds for r in got.rows if r.name == name) for name in (first, second)}
         assert least[first] < least[second]
@@ -267,7 +279,7 @@ def test_a_scheme_without_its_dims_has_no_name():
     args, dims = (weight(64, 4096), weight(4096, 4096)), {"x": "batch embed", "w": "embed mlp"}
     found = mp.search(lambda x, w: x @ w, *args, topology="v5e:2x4", dims=dims, max_axes=2, max_plans=60)
     names = {row.name for row in found.rows} - {""}
-    assert "data parallel" in names
+    assert "data_parallel" in names
     assert not names & {"context parallel", "expert parallel"}
     for row in found.rows:
         if row.name:
@@ -365,9 +377,12 @@ def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
     for row in got.rows:
         assert row.mfu == pytest.approx(got.plan(row).time.mfu, rel=1e-6)
     turned = replace(got.best, mesh=", ".join(reversed(got.best.mesh.split(", "))), seconds=2 * got.best.seconds)
-    assert (got._why_not(turned) == "another order of the axes: other places on the torus") == (
-        turned.mesh != got.best.mesh
+    assert got._why_not(turned) == f"{format_seconds(got.best.seconds)} slower than ★" + (
+        "; another order of the axes: other places on the torus" * (turned.mesh != got.best.mesh)
     )
+    less = replace(got.best, layout="batch: data", seconds=1.001 * got.best.seconds)
+    assert got._why_not(less) == "as fast as ★, but less simple"
+    assert got._why_not(replace(less, seconds=0.98 * less.seconds)).endswith(" faster than ★, but less simple")
     assert got._why_not(replace(turned, fits=False, peak=got.usable + 2**30)) == "too large by 1.00 GiB"
     assert got._why_not(got.best) == ""
 
@@ -648,7 +663,7 @@ def test_rows_of_one_kind_and_cost_are_one_row():
 
     best = candidate("batch: data; mlp: model", 1.0, data=4, model=4)
     same = candidate("batch: third; mlp: data+model", 1.005, data=2, model=2, third=4)
-    named = candidate("batch: data; mlp: model", 1.005, name="tensor parallel", data=2, model=8)
+    named = candidate("batch: data; mlp: model", 1.005, name="tensor_parallel", data=2, model=8)
     other_kind = candidate("batch: data; embed: model", 1.0, data=4, model=4)
     slower, slower_too = (
         candidate("batch: data; mlp: model", t, **s)
@@ -708,5 +723,5 @@ def test_a_descent_passes_a_candidate_that_is_no_better():
     target = load_target(f"{examples / 'mixtral.py'}:mixtral_8x7b", {"batch": 64, "layers": 2})
     step, args, dims = target.step, target.args, target.dims
     found = mp.search(step, *args, topology="v5p:8x8x8", dims=dims, max_axes=2)
-    (scheme,) = [row for row in found.rows if row.name == "fsdp tensor"]
+    (scheme,) = [row for row in found.rows if row.name == "fsdp_tensor"]
     assert found.best.seconds < 0.97 * scheme.seconds

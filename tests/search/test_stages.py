@@ -103,7 +103,7 @@ def test_all_schedules_are_tried_for_the_best_candidate(many_small_microbatches)
 @pytest.mark.slow
 def test_weights_gathered_once_a_step():
     """FSDP inside of stages: the search finds that gathering weights in every tick takes longer."""
-    found = search(16, 64, fixed="batch, embed: data", mesh="stage=4, data=4", max_plans=40)
+    found = search(16, 128, fixed="batch, embed: data", mesh="stage=4, data=4", max_plans=40)
     assert found.best.gather == "step"
     assert found.plan().pipeline.gather == "step"
 

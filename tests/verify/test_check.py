@@ -96,7 +96,7 @@ def scale_weight_gradient(eqn, outs):
 
 
 def test_train_step_is_equal_on_every_mesh(state, x):
-    report = check(step, state, x, layouts=LAYOUT, mesh=MESHES, dims=DIMS)
+    report = check(step, state, x, layout=LAYOUT, mesh=MESHES, dims=DIMS)
     assert report.ok
     assert [r.leaves for r in report.rows] == [len(jax.tree.leaves(state)) + 1] * 3
     assert all(r.difference < 1e-5 and r.explained == () for r in report.rows)
@@ -105,7 +105,7 @@ def test_train_step_is_equal_on_every_mesh(state, x):
 
 def test_one_mesh_or_several(x):
     for given, rows in (("data=8", 1), (["data=8"], 1), (["data=8", {"data": 4, "idle": 2}], 2)):
-        assert len(check(jnp.tanh, x, layouts="batch: data", dims={"*": "batch _"}, mesh=given).rows) == rows
+        assert len(check(jnp.tanh, x, layout="batch: data", dims={"*": "batch _"}, mesh=given).rows) == rows
 
 
 def test_default_meshes_fit_the_axes_of_the_layout():
@@ -122,7 +122,7 @@ def test_default_meshes_fit_the_axes_of_the_layout():
 
 def test_default_meshes_that_do_not_divide_are_skipped_and_listed():
     four, three = np.ones((4, 3), np.float32), np.ones((3, 3), np.float32)
-    options = {"layouts": "batch: data", "dims": {"*": "batch _"}}
+    options = {"layout": "batch: data", "dims": {"*": "batch _"}}
     report = check(jnp.tanh, four, **options)
     assert report.ok
     assert [m for m, _, _ in report.skipped] == ["data=8"]
@@ -148,14 +148,28 @@ def test_donated_and_static_arguments(x):
         return x**power
 
     donating = jax.jit(run, donate_argnums=0, static_argnums=1)
-    report = check(donating, kept, 3, layouts="batch: data", mesh="data=8", dims={"x": "batch _"}, static_argnums=1)
+    report = check(donating, kept, 3, layout="batch: data", mesh="data=8", dims={"x": "batch _"}, static_argnums=1)
     assert report.ok
     assert not kept.is_deleted()
     sharded = mp.jit(run, mesh=mp.mesh("data=8"), layout="batch: data", dims={"x": "batch _"}, static_argnums=1)
     assert sharded.check(kept, 3).ok
+    own = check(sharded, kept, 3)
+    assert [(row.mesh, row.layout) for row in own.rows] == [("data=8", "batch: data")]
+    assert [row.mesh for row in check(sharded, kept, 3, mesh="data=4, idle=2").rows] == ["data=4, idle=2"]
     elsewhere = jax.device_put(x, jax.NamedSharding(mp.mesh("other=8"), jax.P(None, "other")))
-    assert check(sharded, elsewhere, 3, layouts="batch: data", mesh="data=4, idle=2").ok
+    assert check(sharded, elsewhere, 3, layout="batch: data", mesh="data=4, idle=2").ok
     assert not elsewhere.is_deleted()
+
+
+def test_a_step_without_a_layout_or_devices_is_not_checked(x):
+    with pytest.raises(mp.errors.UnsupportedError, match=r"mp\.check needs a layout") as e:
+        check(jnp.tanh, x, mesh="data=8")
+    assert 'layout="batch: data"' in str(e.value)
+    with pytest.raises(mp.errors.UnsupportedError, match=r"mp\.hardware\.calibrate needs a layout"):
+        mp.hardware.calibrate(jnp.tanh, x, mesh="data=8")
+    abstract = jax.sharding.AbstractMesh((8,), ("data",))
+    with pytest.raises(mp.errors.MeshError, match=r"no devices to run on, and mp\.check runs the step"):
+        check(mp.jit(jnp.tanh, mesh=abstract, layout="batch: data", dims={"*": "batch _"}), x)
 
 
 # -- keys and nnx
@@ -168,7 +182,7 @@ def test_keys_and_random_bits_are_equal():
         return key, jnp.where(keep, x, 0), keep
 
     x = np.ones((8, 16), np.float32)
-    report = check(sample, jax.random.key(1), x, layouts="batch: data", mesh="data=4, idle=2", dims={"x": "batch _"})
+    report = check(sample, jax.random.key(1), x, layout="batch: data", mesh="data=4, idle=2", dims={"x": "batch _"})
     assert report.ok
     assert report.rows[0].leaves == 3
 
@@ -197,7 +211,7 @@ def test_nnx_state_is_compared_and_left_alone(x):
         model = Net(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     before = np.asarray(model.up.kernel[...])
-    report = check(train_net, model, optimizer, x, mesh=MESHES[2], layouts=LAYOUT, dims={"x": "batch embed"})
+    report = check(train_net, model, optimizer, x, mesh=MESHES[2], layout=LAYOUT, dims={"x": "batch embed"})
     state = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
     assert report.rows[0].leaves == len(state) + 1  # and the loss
     assert np.array_equal(model.up.kernel[...], before)
@@ -227,14 +241,21 @@ def attention_case():
 def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch):
     args, dims = attention_case()
     layout, mesh = "batch: data; heads: model", "data=2, model=2, idle=2"
-    report = check(attention_step, *args, layouts=layout, mesh=mesh, dims=dims)
+    report = check(attention_step, *args, layout=layout, mesh=mesh, dims=dims)
     assert report.ok
     explained = report.rows[0].explained
     assert explained
     assert "\nrounding: " in str(report)
     assert report.rows[0].rounding > 1e-5
     row = report.rows[0]
-    assert f"{len(explained)} of {row.leaves} leaves by rounding ({row.rounding:.1e})" in str(report)
+    head, line, *notes = " ".join(str(report).split()).replace("rounding: ", "✓rounding: ").split("✓")[1:]
+    assert "1 of 1 runs equal" in head
+    assert line.strip().endswith(f"; {len(explained)} of {row.leaves} leaves differ by rounding only")
+    assert f"{row.rounding:.1e}" not in line  # it is in the note, which says why it is no error
+    assert (
+        f"The largest difference is {row.rounding:.1e} of the leaf's largest value, of {row.rounding_path}." in notes[0]
+    )
+    assert "though no op is wrong" in notes[0]
     assert all(path.endswith("key_bias") for path in explained)
     assert report.rows[0].rounding_path in explained
 
@@ -244,7 +265,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch):
 
     break_lowering(monkeypatch, wrong_update)
     with pytest.raises(CheckError, match=r"first wrong op: sqrt → float32\[2, 8\]"):
-        check(attention_step, *args, layouts=layout, mesh=mesh, dims=dims)
+        check(attention_step, *args, layout=layout, mesh=mesh, dims=dims)
 
 
 # -- caught
@@ -252,7 +273,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch):
 
 def test_a_wrong_gradient_is_named_with_path_op_and_line(state, x, monkeypatch):
     break_lowering(monkeypatch, scale_weight_gradient)
-    report = check(step, state, x, layouts=LAYOUT, mesh=MESHES[2], dims=DIMS, raises=False)
+    report = check(step, state, x, layout=LAYOUT, mesh=MESHES[2], dims=DIMS, raises=False)
     assert not report.ok
     e = report.rows[0].error
     text = str(e)
@@ -280,12 +301,12 @@ def test_a_wrong_integer_is_caught(monkeypatch):
     def one_more(eqn, outs):
         return [o + 1 if o.dtype == jnp.int32 and eqn.primitive.name == "reduce_sum" else o for o in outs]
 
-    assert check(count, x, layouts="batch: data", mesh="data=8", dims={"x": "batch _"}).ok
+    assert check(count, x, layout="batch: data", mesh="data=8", dims={"x": "batch _"}).ok
     break_lowering(monkeypatch, one_more)
     with pytest.raises(
         CheckError, match=r"changes `positive`.*\n.*largest difference 1 .*allowed: 0\n.*reduce_sum → int32\[\]"
     ):
-        check(count, x, layouts="batch: data", mesh="data=8", dims={"x": "batch _"})
+        check(count, x, layout="batch: data", mesh="data=8", dims={"x": "batch _"})
 
 
 def test_a_wrong_loop_is_named(monkeypatch):
@@ -302,7 +323,7 @@ def test_a_wrong_loop_is_named(monkeypatch):
         pytest.raises(CheckError, match=r"first wrong op: scan .* at .*test_check.py:\d+.*\(layers\)"),
         pytest.warns(mp.errors.JoinWarning),
     ):
-        check(layers, *args, layouts="batch: data", mesh="data=8", dims=dims)
+        check(layers, *args, layout="batch: data", mesh="data=8", dims=dims)
 
 
 def accumulate(w, x):
@@ -314,7 +335,7 @@ def accumulate(w, x):
     return jax.lax.scan(add, jnp.zeros((EMBED, EMBED), jnp.float32), x)[0]
 
 
-ROUNDED = {"layouts": "batch: data", "mesh": "data=8", "dims": {"x": "micro batch embed", "w": "batch mlp"}}
+ROUNDED = {"layout": "batch: data", "mesh": "data=8", "dims": {"x": "micro batch embed", "w": "batch mlp"}}
 
 
 @pytest.fixture(scope="module")
@@ -357,7 +378,7 @@ def test_a_wrong_rule_is_reported_in_bfloat16(monkeypatch):
         return rule
 
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64, EMBED)), jnp.bfloat16)
-    options = {"layouts": "batch: data", "mesh": "data=8", "dims": {"x": "steps batch embed"}}
+    options = {"layout": "batch: data", "mesh": "data=8", "dims": {"x": "steps batch embed"}}
     options["lowerings"] = ("shard_map",)
     assert check(loss, x, **options).ok
     monkeypatch.setitem(registry._entries, "reduce_max", dataclasses.replace(right, rule=summed))
@@ -368,14 +389,14 @@ def test_a_wrong_rule_is_reported_in_bfloat16(monkeypatch):
 def test_float64_has_no_wider_dtype(monkeypatch):
     break_lowering(monkeypatch, lambda eqn, outs: [1.01 * o for o in outs] if eqn.primitive.name == "sin" else outs)
     with jax.enable_x64(True), pytest.raises(CheckError, match="there is no wider dtype") as caught:
-        check(jnp.sin, np.ones((8, 4)), layouts="batch: data", mesh="data=8", dims={"x": "batch _"})
+        check(jnp.sin, np.ones((8, 4)), layout="batch: data", mesh="data=8", dims={"x": "batch _"})
     assert "first wrong op: sin" in str(caught.value)
 
 
 def test_a_difference_that_vanishes_when_all_values_are_returned(state, x, monkeypatch):
     break_lowering(monkeypatch, scale_weight_gradient, when=lambda plan: len(plan.program.outputs) == 3)
     with pytest.raises(CheckError, match="the difference vanishes") as caught:
-        check(jax.grad(loss), state["params"], x, layouts="batch: data", mesh="data=8", dims=DIMS)
+        check(jax.grad(loss), state["params"], x, layout="batch: data", mesh="data=8", dims=DIMS)
     assert caught.value.path == "w1"
     assert caught.value.source is None
 

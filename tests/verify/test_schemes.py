@@ -45,6 +45,6 @@ def test_the_compiled_program_sends_what_the_plan_lists(layout):
 def test_scheme(scheme, mesh):
     model = small_transformer
     step = model.step_of(rename=scheme == "context parallel")
-    report = mp.check(step, *model.create(), layouts=[model.LAYOUTS[scheme]], mesh=[mesh], dims=model.DIMS)
+    report = mp.check(step, *model.create(), layout=[model.LAYOUTS[scheme]], mesh=[mesh], dims=model.DIMS)
     assert report.ok
     assert len(report.rows) == 1

@@ -43,6 +43,19 @@ trace_context: Callable[[], Hashable] = config.trace_context
 context and named axes. JAX's own trace caches have it in their keys."""
 
 
+@functools.cache
+def compilations() -> list[float]:
+    """The seconds of each compilation in this process since the first call of this function, which begins to record them."""
+    seconds: list[float] = []
+
+    def record(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == dispatch.BACKEND_COMPILE_EVENT:
+            seconds.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(record)
+    return seconds
+
+
 def bound_axis_names() -> tuple[Any, ...]:
     """The names of the axes over which this thread may run collectives: of each ``jax.vmap(axis_name=…)`` around it."""
     return tuple(core.trace_ctx.axis_env.axis_sizes)
@@ -802,8 +815,13 @@ def in_recomputation(eqn: JaxprEqn) -> bool:
 
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation, also those that it does not run, such as derivatives."""
-    values = (x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,)))
-    return [closed_parts(x)[0] for x in values if isinstance(x, _JAXPRS)]
+    found: list[Jaxpr] = []
+    for value in eqn.params.values():  # of every equation of a program, several times: without generators
+        if isinstance(value, _JAXPRS):
+            found.append(closed_parts(value)[0])
+        elif isinstance(value, tuple | list):
+            found += [closed_parts(x)[0] for x in value if isinstance(x, _JAXPRS)]
+    return found
 
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)

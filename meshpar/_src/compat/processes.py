@@ -15,11 +15,12 @@ from jax._src import clusters, distributed, xla_bridge
 
 from ...errors import MeshError
 
-PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK, CAUSES, LOSE = (
+PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK, CAUSES, LOSE, MEMORY = (
     "MESHPAR_PROCESS MESHPAR_PROCESSES MESHPAR_COORDINATOR MESHPAR_DEVICES "
-    "MESHPAR_TIMEOUT MESHPAR_STUCK MESHPAR_CAUSES MESHPAR_LOSE"
+    "MESHPAR_TIMEOUT MESHPAR_STUCK MESHPAR_CAUSES MESHPAR_LOSE MESHPAR_MEMORY"
 ).split()
-"""Environment variables that ``meshpar launch`` sets for its processes; DEVICES: devices per process."""
+"""Environment variables that ``meshpar launch`` sets for its processes; DEVICES: devices per process; MEMORY: the folder of
+copies of states in the memory of the host."""
 
 BEFORE_CALL: list[Callable[..., Callable[[Sequence[Any]], None]]] = []
 """Checks of steps of several processes: from (function, plan, dims, static arguments) of a compiled step to a function of its
@@ -128,7 +129,7 @@ class _Preemption:
         return preemption_sync_point(step)
 
     def shutdown(self) -> None:
-        """Nothing has been made yet."""
+        """Do nothing: JAX calls it at the end of a process that never asked, where its own manager has not been made."""
 
 
 def listen_for_preemption() -> None:

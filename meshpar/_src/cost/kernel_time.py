@@ -119,6 +119,8 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             continue
         convolves = any(run.op.primitive.family == "conv" for run in kernel.matmuls)
         elements = elements if traffic_seconds else 0.0
+        if kernel.traits.family == "dot" and len(kernel.writes) == 1:
+            elements *= chip.compiler.matmul_result_fraction
         if any(few_rows(run, plan.sizes) for run in kernel.matmuls):
             first = min(traffic, chip.compiler.first_tile_bytes) / device.hbm_bandwidth
             traffic_seconds = (traffic_seconds + first) / chip.compiler.row_hbm_efficiency

@@ -44,6 +44,17 @@ def free_caches(plan: Plan) -> None:
     cache.clear()
 
 
+def _is_softmax(node: Kernel) -> bool:
+    """Whether it casts an array that was divided by a value for each of its rows: the result of a softmax of scores."""
+    divided = node.ins[0].made_by if node.traits.family == "cast" and node.ins else None
+    return (
+        divided is not None
+        and divided.traits.family == "div"
+        and len(divided.ins) == 2
+        and divided.ins[1].bytes * 8 <= divided.outs[0].bytes
+    )
+
+
 def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:
     """An empty table for a mesh, with or without padding: (value, spec) → bytes of its shard on a device."""
     return {}
@@ -147,7 +158,7 @@ class _Reader:
                 bases[item] = base
             large = [i for i in node.ins if i.bytes * 8 > size and bases.get(i, i) is not None]
             chain = 0 if node.from_several else 1 + min([self.chains.get(i, 0) for i in large], default=0)
-            node.ends_chain = chain >= MAX_RECOMPUTED_OPS
+            node.ends_chain = chain >= MAX_RECOMPUTED_OPS or (self.plan.compiler.stores_softmax and _is_softmax(node))
             self.chains[item] = 0 if node.ends_chain else chain
         return item
 

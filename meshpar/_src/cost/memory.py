@@ -27,9 +27,6 @@ from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, arr
 from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
 
-GATHERED = "gathered buffers"
-"""The role of temporaries that collectives write: gathered weights and activations, results of reductions."""
-
 
 @dataclass(slots=True)
 class Memory:
@@ -91,23 +88,18 @@ def with_donated(plan: P, donated: frozenset[int]) -> P:
 
 
 def memory_by_role(plan: Plan) -> list[dict[str, float]]:
-    """The live bytes of each role at each of :attr:`Memory.points`, temporaries without the results of collectives
-    (:data:`GATHERED`). In each, the roles add up to the point's bytes."""
+    """The live bytes of each role at each of :attr:`Memory.points`; they add up to the point's bytes."""
     memory, roles = memory_of(plan), buffer_roles(plan)
     live: dict[Buffer, float] = {}
-    total: dict[str, float] = dict.fromkeys((*ROLES, GATHERED), 0.0)
+    total: dict[str, float] = dict.fromkeys(ROLES, 0.0)
     done, out = 0, list[dict[str, float]]()
-
-    def role_of(item: Buffer) -> str:
-        role, made = roles(item), item.made_by
-        return GATHERED if role == "temporaries" and made is not None and made.kind is Kind.MOVE else role
 
     for count, in_flight in memory.marks:
         for item, size in memory.events[done:count]:
-            total[role_of(item)] += -live.pop(item) if size is None else live.setdefault(item, size)
+            total[roles(item)] += -live.pop(item) if size is None else live.setdefault(item, size)
         done, now = count, dict(total)
         for item, size in in_flight:
-            now[role_of(item)] += size
+            now[roles(item)] += size
         out.append(now)
     return out
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -58,8 +59,13 @@ class Tiles:
         image, elements = self.of(value), math.prod(shape)
         if not elements or (image is None and elements * itemsize(value.aval) < MIN_PADDED_BYTES):
             return 1.0
-        pairs = itertools.permutations(shape if image is None else [shape[i] for i in image], 2)
-        return min((tiled(a, b) / (a * b) for a, b in pairs), default=1.0)
+        return _padding_of(tuple(shape if image is None else [shape[i] for i in image]))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _padding_of(shape: tuple[int, ...]) -> float:
+    """The factor of the two dims that need the least padding innermost."""
+    return min((tiled(a, b) / (a * b) for a, b in itertools.permutations(shape, 2)), default=1.0)
 
 
 def tiled(rows: int, columns: int) -> int:

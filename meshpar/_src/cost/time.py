@@ -1,4 +1,4 @@
-"""The seconds of a planned step on a chip, with the totals of compute, HBM traffic and communication, and the bottleneck.
+"""The seconds of a planned step on a chip, with the totals of compute, HBM traffic and communication.
 
 The estimate is the length of the schedule of kernels and collectives (:mod:`cost.schedule`).
 """
@@ -13,7 +13,6 @@ from typing import Any
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..program.ir import Op
-from ..units import format_bytes, format_seconds
 from .caching import cached_on_plan
 from .flops import model_flops
 from .kernel_time import KernelTime, kernel_times
@@ -51,7 +50,6 @@ class Time:
     model_flops: float
     peak_flops: float
     ops: list[KernelTime] = field(default_factory=list, repr=False)
-    bottleneck: str = ""
     to_host: float = 0.0
     to_device: float = 0.0
 
@@ -72,9 +70,9 @@ class Time:
         return self.model_flops / (self.seconds * self.peak_flops) if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Seconds by part, bounds, estimate, utilisation, bottleneck, and the ten kernels that take longest."""
+        """Seconds by part, bounds, estimate, utilisation, and the ten kernels that take longest."""
         parts = ("compute", "memory", "vector", "communication", "to_host", "to_device")
-        keys = (*parts, "overlapped", "serial", "seconds", "mfu", "model_flops", "bottleneck")
+        keys = (*parts, "overlapped", "serial", "seconds", "mfu", "model_flops")
         top = sorted(self.ops, key=lambda o: -o.seconds * o.count)[:10]
         return {**{key: getattr(self, key) for key in keys}, "ops": [o.to_dict() for o in top]}
 
@@ -96,10 +94,8 @@ def time_of(plan: Plan) -> Time | None:
         host_seconds(plan, sum(t.total_bytes for t in plan.transfers if t.to == to)) for to in ("host", "device")
     )
     model = model_flops(plan)
-    out = Time(compute, memory, vector, plan.comm_seconds, busiest_axis, seconds, model, peak_flops, ops)
-    out.to_host, out.to_device = to_host, to_device
-    out.bottleneck = _bottleneck(plan, out)
-    return out
+    parts = compute, memory, vector, plan.comm_seconds, busiest_axis
+    return Time(*parts, seconds, model, peak_flops, ops, to_host, to_device)
 
 
 def _busiest_axis(collectives: Iterable[Collective]) -> tuple[float, str]:
@@ -127,37 +123,3 @@ def unscheduled_seconds(plan: Plan) -> Iterator[tuple[str, tuple[str, ...], str,
     busiest, axis = _busiest_axis(plan.collectives)
     if (rest := busiest - math.fsum(seconds)) > 0:
         yield "waits for links", (axis,), f"all collectives over {axis} share links", None, rest
-
-
-def _bottleneck(plan: Plan, time: Time) -> str:
-    """A sentence: the largest of compute, HBM traffic, communication and copies to or from the host, with its largest collective
-    and cause, kernel, or array."""
-    host = max(time.to_host, time.to_device)
-    totals = {"communication": time.communication, "compute": time.compute, "memory traffic": time.memory}
-    if host:
-        totals["host link"] = host
-    name, most = max(totals.items(), key=lambda x: x[1])
-    if most == 0:
-        return "nothing to do"
-    others = ", ".join(
-        f"{k} {format_seconds(v)}" for k, v in {**totals, "vector units": time.vector}.items() if k != name
-    )
-    if name == "communication":
-        groups: dict[Any, float] = {}
-        for c in plan.collectives:
-            key = (c.op, c.axes, c.explanation)
-            groups[key] = groups.get(key, 0.0) + c.total_seconds
-        (op, axes, cause), seconds = max(groups.items(), key=lambda x: x[1])
-        largest = f"{format_seconds(seconds)}, is {op} over {'+'.join(axes)}: {cause}"
-        return f"communication: {format_seconds(most)} of collectives ({others}); the largest part, {largest}"
-    if name == "host link":
-        to = "host" if host == time.to_host else "device"
-        copy = max((t for t in plan.transfers if t.to == to), key=lambda t: t.total_bytes)
-        largest = f"{format_bytes(copy.total_bytes)}, is {copy.tensor} at {copy.source}"
-        return f"host link: {format_seconds(most)} of copies to the {to} ({others}); the largest part, {largest}"
-    if name == "compute":
-        top = max(time.ops, key=lambda o: o.flops * o.count)
-        return f"compute: {format_seconds(most)} of matmuls ({others}); the largest is {top.name} at {top.source}"
-    top = max(time.ops, key=lambda o: o.bytes * o.count)
-    largest = f"{format_bytes(top.bytes * top.count)}, by {top.name} at {top.source}"
-    return f"memory traffic: {format_seconds(most)} ({others}); the largest part, {largest}"

@@ -97,7 +97,7 @@ def decoding_of(plan: Plan) -> Decoding | None:
     shards = max(math.prod(plan.sizes[a] for a in axes) for _, axes in splits)
     read = sum(
         min(i.bytes, sum(out.bytes for k in i.readers for out in k.outs))
-        if all(k.traits.family == "gather" for k in i.readers)
+        if all(k.traits.slice for k in i.readers)  # a lookup of one row is a slice
         else i.bytes
         for i in (*computation_of(plan).constants, *computation_of(plan).inputs)
     )

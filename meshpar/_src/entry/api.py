@@ -34,7 +34,7 @@ from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from ..verify.check import Report, check_layouts, each_layout
 from ..verify.prove import Proof
 from .arguments import is_static
-from .jitted import NO_DONATION, Jitted, LayoutLike, P, R
+from .jitted import NO_DONATION, Jitted, LayoutLike, P, R, with_devices
 from .options import CallKeywords, DimsPatterns, Lowering, SearchCallKeywords, StepKeywords, StepOptions, path_dims
 from .tracing import metadata_names, named_tree
 
@@ -73,8 +73,8 @@ def jit(
         has none. ``{"act_batch": "batch", "act_emb": None}``.
       lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA
         partitions it, guided by sharding constraints from the plan, whose numbers are then estimates. ``"auto"``, the default:
-        ``"shard_map"``, or ``"jit"`` if an op of the program has no local form; a warning and the plan then name the op and its
-        line.
+        ``"shard_map"``, or ``"jit"`` if an op of the program has no local form (a warning and the plan then name the op and its
+        line), or if the plan under ``"jit"`` is shorter by over 0.5 % (``plan.lowering_reason`` then has the seconds of both).
       overlap: collective-matmul mode of the ``"shard_map"`` lowering, for all-gather → matmul and matmul → reduce-scatter pairs.
         ``"ring"``: chunked, so that each chunk is sent while another is multiplied. ``"xla"``, ``"off"``: as separate collectives.
         ``"auto"``, the default under ``"shard_map"``: the one with less exposed communication by the plan's estimate;
@@ -186,7 +186,9 @@ def init(
     Args:
       create: returns the state (``create(rng)``): trees of arrays, linen variables with metadata, nnx modules and optimizers.
       mesh, layout, and the other options: as in :func:`meshpar.jit`; rules for dims that the state does not have are ignored.
-      dims: patterns over the tree paths of what ``create`` returns.
+      dims: patterns over the tree paths of what ``create`` returns. No names are inferred, as ``create`` does not use what it
+        makes: without names or Flax metadata the state is replicated, with a ReplicatedWarning. :func:`infer_dims` of the
+        step returns them.
 
     Returns:
       A function with the arguments of ``create``, whose results are sharded as the layout says.
@@ -269,7 +271,7 @@ def shardings(
 def check(
     fn: Callable[..., Any],
     *args: Any,
-    layouts: Any,
+    layout: Any = None,
     mesh: Meshes = None,
     lowerings: Sequence[Lowering] | None = None,
     tolerance: float = 1e-5,
@@ -289,7 +291,8 @@ def check(
       *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
       **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``check``.
-      layouts: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list.
+      layout: a layout or several; each a :class:`meshpar.Layout`, its text, or a Flax rule list. The default for a ``Jitted`` is
+        its own layout, and then its own mesh.
       mesh: a mesh or several; each a ``Mesh`` or text for :func:`meshpar.mesh`. The default: all n devices as 1×n, 2×n/2
         and 2×2×n/4 over the layout's axes in the order of its rules, with an idle axis for the remaining devices. Default
         meshes over which a size does not divide are skipped and reported.
@@ -308,15 +311,17 @@ def check(
     Raises:
       CheckError: a leaf differs by more than rounding (:mod:`verify.check` defines it): its path, the difference, and the
         first op with a wrong result.
-      MeshError: fewer devices than a mesh needs.
+      MeshError: fewer devices than a mesh needs; a ``Jitted`` for a mesh without devices.
+      UnsupportedError: no layout, for a function that has none.
       DivisibilityError: a size that does not divide over a given mesh, or over any of the default meshes.
 
     Example:
-      >>> report = mp.check(train_step, params, x, layouts=["batch: data", "batch, embed: data"], mesh="data=8", dims=dims)
+      >>> report = mp.check(train_step, params, x, layout=["batch: data", "batch, embed: data"], mesh="data=8", dims=dims)
       >>> report.ok, len(report.rows)
       (True, 2)
     """
     _check_function(fn, "check")
+    layout, mesh = _layout_and_mesh(fn, layout, mesh, "check")
     given = {**options, **NO_DONATION}
     if lowerings is not None:
         given["lowering"] = lowerings[0] if len(lowerings) == 1 else "auto"
@@ -325,10 +330,10 @@ def check(
     steps = {each: step._with(lowering=each) for each in lowerings}
     with progress_line("checking", progress) as tell:
         return check_layouts(
-            lambda m, layout, lowering: (
-                steps[lowering]._with(mesh=auto_mesh(m), layout=layout)._check_subject(args, kwargs or {})
+            lambda m, one, lowering: (
+                steps[lowering]._with(mesh=auto_mesh(m), layout=one)._check_subject(args, kwargs or {})
             ),
-            layouts=layouts,
+            layouts=layout,
             meshes=mesh,
             lowerings=lowerings,
             tolerance=tolerance,
@@ -369,7 +374,7 @@ def prove(
       MeshparError: as :func:`plan`.
 
     Example:
-      >>> proof = mp.prove(train_step, params, x, mesh="data=64, model=8", layout="batch: data; mlp: model", dims=dims)
+      >>> proof = mp.prove(train_step, params, x, mesh="data=4, model=2", layout="batch: data; mlp: model", dims=dims)
       >>> proof.proven, proof.share
       (True, 1.0)
     """
@@ -559,7 +564,7 @@ def search(
 def calibrate(
     fn: Callable[..., Any],
     *args: Any,
-    layouts: Any,
+    layout: Any = None,
     mesh: Meshes = None,
     rounds: int = 9,
     max_layouts: int = 4,
@@ -582,8 +587,8 @@ def calibrate(
       *args: its arguments: arrays, trees of arrays, random keys, nnx modules and optimizers.
       **options: options as named below; other keywords are keyword arguments of ``fn``.
       kwargs: keyword arguments of ``fn`` with the name of an option of ``calibrate``.
-      layouts: texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or the result of
-        :func:`search`, whose best rows are measured.
+      layout: several texts, :class:`Layout` and Flax rule lists, each measured on every mesh; pairs (mesh, layout); or the result
+        of :func:`search`, whose best rows are measured. The default for a ``Jitted`` is its own layout, and then its own mesh.
       mesh: a mesh or several, as for :func:`check`. Not for pairs and searches, which have their own meshes. Default: one axis
         over all devices, for layouts with one axis.
       dims, lowering, donate_argnames, …: as in :func:`jit`; donated arguments are copied before every run, which is not timed.
@@ -607,21 +612,37 @@ def calibrate(
 
     Example:
       >>> layouts = ["batch: data", "embed: data"]
-      >>> measured = mp.hardware.calibrate(train_step, params, x, layouts=layouts, mesh="data=8", dims=dims, rounds=2)
+      >>> measured = mp.hardware.calibrate(train_step, params, x, layout=layouts, mesh="data=8", dims=dims, rounds=2)
       >>> sorted(row.layout for row in measured.rows)
       ['batch: data', 'embed: data']
       >>> measured.calibration.save("here.json")
     """
     _check_function(fn, "hardware.calibrate")
     step = _placeless(fn, options)
-    pairs = list(_pairs(layouts, mesh, max_layouts))
+    pairs = list(_pairs(*_layout_and_mesh(fn, layout, mesh, "hardware.calibrate"), max_layouts))
     with contextlib.ExitStack() as stack:
         candidates = []
         report_progress = stack.enter_context(progress_line("calibrating", progress))
-        for where, layout in pairs:
-            subject = stack.enter_context(step._with(mesh=where, layout=layout)._check_subject(args, kwargs or {}))
-            candidates.append(Candidate(str(layout), subject))
+        for where, one in pairs:
+            subject = stack.enter_context(step._with(mesh=where, layout=one)._check_subject(args, kwargs or {}))
+            candidates.append(Candidate(str(one), subject))
         return calibrate_candidates(candidates, rounds=rounds, tolerance=tolerance, tell=report_progress)
+
+
+def _layout_and_mesh(fn: Callable[..., Any], layout: Any, mesh: Meshes, api: str) -> tuple[Any, Meshes]:
+    """The layouts and meshes that a function runs under; a ``Jitted`` has its own, where no layout is given.
+
+    Raises:
+      UnsupportedError: a function without a layout.
+      MeshError: a ``Jitted`` for a mesh without devices.
+    """
+    if layout is not None:
+        return layout, mesh
+    if not isinstance(fn, Jitted):
+        raise UnsupportedError(
+            f"mp.{api} needs a layout", fixes=[f'mp.{api}(step, state, batch, mesh="data=8", layout="batch: data")']
+        )
+    return [fn.layout], with_devices(fn.mesh, f"mp.{api} runs the step") if mesh is None else mesh
 
 
 def _placeless(fn: Callable[..., Any], options: Mapping[str, Any]) -> Jitted[..., Any]:
@@ -665,7 +686,7 @@ def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, 
         if given is None and len(axes) > 1:
             raise MeshError(
                 f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",
-                fixes=[f'mesh="{axes[0]}=…, {axes[1]}=…"', "or pairs: layouts=[(mesh, layout), …]"],
+                fixes=[f'mesh="{axes[0]}=…, {axes[1]}=…"', "or pairs: layout=[(mesh, layout), …]"],
             )
         for where in given if given is not None else [f"{axes[0]}={len(jax.devices())}"]:
             add(where, layout)

@@ -1,4 +1,4 @@
-"""The command line: ``meshpar plan|lab|compile|search|calibrate|prove|check|diff TARGET``, and ``launch``, ``manifest``,
+"""The command line: ``meshpar plan|run-plan|lab|compile|search|calibrate|prove|check|diff TARGET``, and ``launch``, ``manifest``,
 ``checkpoint``, ``tune-kernels``, ``doctor``."""
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import sys
 import textwrap
@@ -26,30 +25,32 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import jax
-from rich.console import Console
 from rich.text import Text
 
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from ..console import columns, console_of
 from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
-from ..hardware.topology import device_count
-from ..layout import characteristic_dims, scheme_text, similar_schemes
+from ..hardware.topology import parse_topology
+from ..layout import BETWEEN_SLICES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
 from ..progress import Progress, progress_line
-from ..report.document import PLAIN_WIDTH, shown_text
+from ..report.document import shown_text
 from ..report.facts import fits
 from ..report.names import names_table
 from ..report.tables import hanging
+from ..runs import RunOptions
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
+from . import starting
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
 from .infer_dims import named_program
@@ -69,7 +70,7 @@ names in the arguments, names are inferred: `meshpar names` shows them.
   meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
   meshpar lab     examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8
-  meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp+tensor
+  meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp_tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar calibrate examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
   meshpar prove   examples/llama.py:llama3_8b --topology v5p:4x4x8 --layout fsdp
@@ -90,6 +91,7 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    starting.clear()
     parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
@@ -120,13 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show_error(error: MeshparError) -> None:
-    """Print an error to stderr; in a terminal the class in red, the fixes in green, and facts and fixes wrapped in their column."""
-    kind, text = type(error).__name__, str(error)
-    if not sys.stderr.isatty():
-        print(f"{kind}: {text}", file=sys.stderr)
-        return
-    console, style = Console(stderr=True, highlight=False), ""
-    head, *lines = text.split("\n")
+    """Print an error to stderr: the class in red, the fixes in green, and facts and fixes wrapped in their column."""
+    kind, console, style = type(error).__name__, console_of(sys.stderr), ""
+    head, *lines = str(error).split("\n")
     console.print(Text.assemble((kind, "bold red"), f": {head}"))
     for line in lines:
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
@@ -136,11 +134,11 @@ def _show_error(error: MeshparError) -> None:
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
     """Print a warning without the line that caused it, which is a line of this module."""
-    print(f"{category.__name__}: {message}", file=sys.stderr)
+    console_of(sys.stderr).print(Text.assemble((category.__name__, "yellow"), f": {message}"))
 
 
 GROUPS = {
-    "Inspect layouts": ("plan", "diff", "search", "lab", "names"),
+    "Inspect layouts": ("plan", "run-plan", "diff", "search", "lab", "names"),
     "Verify": ("prove", "check", "compile"),
     "Measure on devices": ("calibrate", "tune-kernels"),
     "Run": ("launch", "manifest", "checkpoint"),
@@ -191,10 +189,10 @@ COMMANDS: dict[str, Command] = {}
 
 
 def _command(add_arguments: Callable[[Add], None], about: str, accelerator: bool = False) -> Callable[[Run], Run]:
-    """Decorates the function of a command of a target, which has its name after an underscore; see :class:`Command`."""
+    """Decorates the function of a command of a target: ``_run_plan`` is ``run-plan``; see :class:`Command`."""
 
     def register(run: Run) -> Run:
-        COMMANDS[run.__name__[1:]] = Command(run, add_arguments, about, accelerator)
+        COMMANDS[run.__name__[1:].replace("_", "-")] = Command(run, add_arguments, about, accelerator)
         return run
 
     return register
@@ -222,7 +220,9 @@ def _grouped(parser: argparse.ArgumentParser) -> Add:
     group_of = {
         flag: group for group, flags in zip(others, FLAG_GROUPS.values(), strict=True) for flag in flags.split()
     }
-    return lambda flag, **options: group_of.get(flag, plan).add_argument(flag, **options)
+    return lambda flag, **options: (plan if options.get("required") else group_of.get(flag, plan)).add_argument(
+        flag, **options
+    )
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -238,17 +238,19 @@ class _CommandParser(argparse.ArgumentParser):
         """The text of ``meshpar --help``: usage, and the commands by group with the first sentence of each description."""
         width = max(map(len, self.commands))
         lines = ["usage: meshpar COMMAND ...", ""]
-        columns = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns
+        width_of_help = columns(sys.stdout)
         for group, names in GROUPS.items():
             lines.append(f"{group}:")
             for name in names:
                 about = _first_sentence(self.commands[name].description or "")
-                lines += textwrap.wrap(f"  {name:<{width}}  {about}", columns, subsequent_indent=" " * (width + 4))
+                lines += textwrap.wrap(
+                    f"  {name:<{width}}  {about}", width_of_help, subsequent_indent=" " * (width + 4)
+                )
             lines.append("")
-        lines.append(_Help("meshpar", width=columns)._fill_text(DESCRIPTION, columns, ""))
+        lines.append(_Help("meshpar", width=width_of_help)._fill_text(DESCRIPTION, width_of_help, ""))
         lines += [
             "",
-            _Help("meshpar", width=columns)._fill_text(f"{MORE}\n\n{EXIT}", columns, ""),
+            _Help("meshpar", width=width_of_help)._fill_text(f"{MORE}\n\n{EXIT}", width_of_help, ""),
             "",
         ]
         return "\n".join(lines)
@@ -325,6 +327,18 @@ def _plan_arguments(add: Add) -> None:
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
 
 
+def _run_plan_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar run-plan``."""
+    add("--tokens", type=float, required=True, metavar="N", help="tokens of the run: 15e12")
+    several = 'the devices to compare, with commas between them: "v5p:8x16x16, 2x v5p:8x8x16"'
+    add("--topologies", required=True, metavar="LIST", help=several)
+    add("--mesh", help='axes and sizes, of which -1 fills a topology: "data=-1, model=8" (default: one axis `data`)')
+    add("--layout", help=LAYOUT)
+    add_flags(add, RunOptions)
+    add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of days by save interval")
+    add_flags(add, StepOptions)
+
+
 def _lab_arguments(add: Add) -> None:
     _machine_and_layout(add)
     add_flags(add, StepOptions)
@@ -340,6 +354,7 @@ def _compile_arguments(add: Add) -> None:
     _machine_and_layout(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
     add_flags(add, StepOptions)
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
+    add("--html", metavar="FILE", help="write the comparison with the plan, and the collectives, as an HTML page")
 
 
 def _search_arguments(add: Add) -> None:
@@ -500,13 +515,27 @@ def _save_csv(plan: Plan, path: str) -> None:
             writer.writerow({**c.to_dict(), **more})
 
 
+@_command(
+    _run_plan_arguments, "days, cost, goodput and the best save interval of a training run, with failures of chips"
+)
+def _run_plan(args: argparse.Namespace) -> int:
+    """``meshpar run-plan``: forecast a run on several topologies; exit status 1 if the plan of none fits in memory."""
+    topologies = [text.strip() for text in args.topologies.split(",") if text.strip()] or [""]
+    mesh = args.mesh or "data=-1"
+    args.topology = topologies[0]
+    plan = _planned(args, _target(args), mesh, args.topology, args.layout)
+    run = plan.run_plan(args.tokens, topologies=topologies, mesh=mesh, **given_flags(args, RunOptions))
+    _show(args, run)
+    return 0 if run.best.fits else 1
+
+
 @_command(_lab_arguments, "a page in the browser to edit layouts and meshes; the plan's numbers follow")
 def _lab(args: argparse.Namespace) -> int:
     """``meshpar lab``: serve the interactive page until it is interrupted; exit status 0."""
     given = parse_options(args.set)
     target = _loaded(args, given)
-    mesh = _mesh(args, args.mesh, args.topology)
-    layout = None if args.layout is None else _layout(args, target, args.layout, mesh, args.topology)
+    layout = None if args.layout is None else _layout(args, target, args.layout)
+    mesh = _mesh(args, args.mesh, args.topology, layout)
 
     def lab(target: Target, layout: str | None) -> mp.types.Lab:
         """The lab of a target under ``layout``."""
@@ -539,18 +568,7 @@ def _compile(args: argparse.Namespace) -> int:
     where = {"mesh": mesh if args.topology else mp.mesh(mesh), "topology": args.topology}
     layout = planned.requested_layout or planned.layout
     compiled = _call(args, mp.compile, target, **where, layout=layout, effort=args.effort, progress=True)
-    own = ("name", "topology", "effort", "capacity", "bytes_sent", "exposed_seconds", "compile_seconds")
-    facts = {
-        **{name: getattr(compiled, name) for name in own},
-        "memory": dataclasses.asdict(compiled.memory),
-        "mesh": planned.sizes,
-        "layout": str(planned.layout),
-        "lowering": planned.lowering,
-        "options": planned.options.to_dict(),
-        "calibration": planned.calibration,
-        "planned": {"bytes_sent": planned.bytes_sent, "memory": planned.memory.peak},
-    }
-    _show(args, compiled, json.dumps(facts))
+    _show(args, compiled)
     return 0
 
 
@@ -575,8 +593,7 @@ def _search(args: argparse.Namespace) -> int:
             "no machine is given: a search needs a chip, for its memory and for times",
             fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
         )
-    mesh = args.mesh or f"data={device_count(args.topology)}"
-    layouts = [_layout(args, target, text, mesh, args.topology) for text in args.layout]
+    layouts = [_layout(args, target, text) for text in args.layout]
     steps = {name: each.step for name, each in targets.items()}
     with _terminated_as_interrupted():
         found = _call(
@@ -589,14 +606,15 @@ def _search(args: argparse.Namespace) -> int:
             choices={"overlap": modes} if modes else None,
             **given_flags(args, SearchOptions),
         )
+    best = found.best
+    how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
+    varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
+    overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
+    args.set += [f"{name}={value}" for name, value in varied.items()]
+    found.name, found.command = target.name.rpartition(":")[2], _command_line(args, "plan", **how, **overlap)
     _show(args, found)
     if not args.json and found.fits:
-        best = found.best
-        how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
-        varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
-        overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
-        args.set += [f"{name}={value}" for name, value in varied.items()]
-        _show_next(_command_line(args, "plan", **how, **overlap))
+        _show_next(found.command)
     return 0 if found.fits else 1
 
 
@@ -624,9 +642,11 @@ def _calibrate(args: argparse.Namespace) -> int:
     mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
-    layouts = [_layout(args, target, text, mesh, None) for text in args.layout or own or [None]]
+    layouts = [_layout(args, target, text) for text in args.layout or own] or [
+        _default_layout(args, target, mesh, None)
+    ]
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
-    found = _call(args, mp.hardware.calibrate, target, layouts=layouts, **how)
+    found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
     if args.result:
         found.calibration.save(args.result)
     _show(args, found)
@@ -639,10 +659,11 @@ def _check(args: argparse.Namespace) -> int:
     target = _concrete_target(args)
     default = f"data={args.devices}"
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
-    layouts = [_layout(args, target, text, (meshes or [default])[0], None) for text in args.layout or [None]]
+    layouts = [_layout(args, target, text) for text in args.layout or ()]
+    layouts = layouts or [_default_layout(args, target, (meshes or [default])[0], None)]
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
-    report = _call(args, mp.check, target, layouts=layouts, mesh=meshes, lowerings=lowerings, **how)
+    report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
     rows = [{**dataclasses.asdict(r), "error": None if r.error is None else str(r.error)} for r in report.rows]
     text = str(report)
     if has_drawn_integers(target) and args.ints is None:
@@ -655,8 +676,7 @@ def _check(args: argparse.Namespace) -> int:
 def _prove(args: argparse.Namespace) -> int:
     """``meshpar prove``: print the proof of the target under a layout; exit status 1 if a result is not proven."""
     target = _target(args)
-    mesh = _mesh(args, args.mesh, args.topology)
-    layout = _layout(args, target, args.layout, mesh, args.topology)
+    mesh, layout = _where(args, target, args.mesh, args.topology, args.layout)
     proof = _call(args, mp.prove, target, mesh=mesh, topology=args.topology, layout=layout)
     _show(args, proof, proof.to_json(), str(proof))
     return 0 if proof.proven else 1
@@ -699,7 +719,7 @@ def _names(args: argparse.Namespace) -> int:
         rows = [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.rows]
         print(json.dumps({"dims": patterns, "names": rows}, indent=2))
     else:
-        Console(highlight=False).print(table.terminal())
+        console_of(sys.stdout).print(table.terminal())
     return 0
 
 
@@ -746,11 +766,19 @@ def _call(args: argparse.Namespace, api: Callable[..., Any], target: Target, **h
 def _planned(
     args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
 ) -> Plan:
-    """The target's plan; defaults of a mesh and a layout that are left out are printed to stderr."""
-    mesh = _mesh(args, mesh, topology)
-    layout = _layout(args, target, layout, mesh, topology)
+    """The target's plan."""
+    mesh, layout = _where(args, target, mesh, topology, layout)
     plan = _traced(args, target, mesh, topology, layout)
     return with_shared_results(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
+
+
+def _where(
+    args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
+) -> tuple[str, str]:
+    """The mesh and the layout; defaults of those that are left out are printed to stderr."""
+    layout = None if layout is None else _layout(args, target, layout)
+    mesh = _mesh(args, mesh, topology, layout)
+    return mesh, _default_layout(args, target, mesh, topology) if layout is None else layout
 
 
 def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:
@@ -759,44 +787,60 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
         return _call(args, plan_of, target, mesh=mesh, topology=topology, layout=layout)
 
 
-def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology."""
+def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` for a layout with
+    the axis between slices."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
-        mesh = f"data={device_count(topology)}"
-        _say(args, f"mesh     {mesh} (default: one axis over all of {topology})")
+        where = parse_topology(topology)
+        mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
+        if where.slices > 1 and any(BETWEEN_SLICES in rule.axes for rule in mp.Layout(layout or "").rules):
+            each = where.devices // where.slices
+            mesh, what = (
+                f"{BETWEEN_SLICES}={where.slices}, data={each}",
+                f"the slices of {topology}, and one axis in each",
+            )
+        _say(args, f"mesh     {mesh} (default: {what})")
     return mesh
 
 
-def _layout(args: argparse.Namespace, target: Target, text: str | None, mesh: str, topology: str | None) -> str:
+def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
     """The text of a layout's rules.
 
     ``text`` with a ``:`` is returned unchanged. Otherwise it is a name: of ``LAYOUTS`` in the target's module, or of a scheme of
-    :mod:`meshpar.layouts`. None is FSDP, with the rules whose dims and axes exist.
+    :mod:`meshpar.layouts`.
 
     Raises:
       TargetError: there is no such name.
     """
-    if text is not None:
-        if ":" in text or not text.strip():
-            return text
-        if "=" in text:
-            return str(mp.Layout(text))  # an error that says how rules are written
-        if text in target.layouts:
-            return target.layouts[text]
-        rules = scheme_text(text)
-        if rules is not None:
-            _say(args, f"layout   {mp.Layout(rules)} ({text})")
-            return str(mp.Layout(rules))
-        known = ", ".join(target.layouts) or "none"
-        raise TargetError(
-            f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
-            fixes=[
-                *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
-                f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
-            ],
-        )
+    if ":" in text or not text.strip():
+        return text
+    if "=" in text:
+        return str(mp.Layout(text))  # an error that says how rules are written
+    for name in (text, scheme_name(text)):
+        if name in target.layouts:
+            return target.layouts[name]
+    rules = scheme_text(text)
+    if rules is not None:
+        _say(args, f"layout   {mp.Layout(rules)} ({text})")
+        return str(mp.Layout(rules))
+    known = ", ".join(target.layouts) or "none"
+    raise TargetError(
+        f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
+        fixes=[
+            *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
+            f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
+        ],
+    )
+
+
+def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topology: str | None) -> str:
+    """The text of FSDP over the first axis of the mesh, with the rules whose dims exist.
+
+    Raises:
+      TargetError: the target has neither dim.
+    """
     bare = _traced(args, target, mesh, topology, "")
     axis = next(iter(bare.sizes))
     names = bare.program.all_names()

@@ -7,17 +7,18 @@ import json
 import operator
 import platform
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any, Literal
 
 import jax
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..compat.versions import installed_version, version_numbers
+from ..console import console_of
 
 Status = Literal["ok", "missing", "problem"]
 
@@ -116,5 +117,5 @@ def _doctor(args: argparse.Namespace) -> int:
         style = {"ok": "green", "missing": "yellow", "problem": "red"}
         for finding in findings:
             table.add_row(finding.name, f"[{style[finding.status]}]{finding.status}[/]", escape(finding.detail))
-        Console(highlight=False).print(table)
+        console_of(sys.stdout).print(table)
     return int(any(finding.status == "problem" for finding in findings))

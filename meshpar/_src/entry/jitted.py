@@ -228,7 +228,7 @@ class Jitted(Generic[P, R]):
           MeshError: an abstract mesh.
           MeshparError: as :meth:`plan`.
         """
-        mesh = _with_devices(self.mesh, "a sharding needs devices")
+        mesh = with_devices(self.mesh, "a sharding needs devices")
         specs = {h.path: h.spec for h in self.plan(*args, **kwargs).inputs}
         return tuple(
             _map_paths(lambda leaf: NamedSharding(mesh, specs[leaf.path]), x, path)
@@ -260,7 +260,7 @@ class Jitted(Generic[P, R]):
           MeshparError: as :meth:`plan`.
         """
         kwargs = kwargs or {}
-        mesh = _with_devices(self.mesh, "arrays are put on devices")
+        mesh = with_devices(self.mesh, "arrays are put on devices")
         try:
             if self._roles.signature is not None:
                 self._roles.signature.bind(*self._bound, *args, **kwargs)
@@ -314,7 +314,7 @@ class Jitted(Generic[P, R]):
           CheckError: a result differs by more than rounding.
           MeshError: an abstract mesh, which has no devices to run on.
         """
-        mesh = _with_devices(self.mesh, "a check runs the step")
+        mesh = with_devices(self.mesh, "a check runs the step")
         return check_layouts(
             lambda mesh, *_: self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs),
             layouts=[self.layout],
@@ -545,7 +545,7 @@ class Jitted(Generic[P, R]):
             with without_gc(cached=True):
                 traced = self._trace(call)
                 plan = self._plan(call)
-                flat, mesh, names_off = self._flat(call), _with_devices(self.mesh), self._no_names(traced.explicit)
+                flat, mesh, names_off = self._flat(call), with_devices(self.mesh), self._no_names(traced.explicit)
                 compiled = lower_step(plan, traced, flat, mesh, self._options, names_off, self._lower_derivative)
             self._caches.compiled.put(call.key, compiled)
         return compiled
@@ -609,7 +609,7 @@ def divisible_names(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) 
     )
 
 
-def _with_devices(mesh: AnyMesh, why: str = "") -> Mesh:
+def with_devices(mesh: AnyMesh, why: str = "") -> Mesh:
     """The mesh, which must have devices.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +21,7 @@ from meshpar_kernels.shapes import MATMULS, MatmulShape
 from meshpar_kernels.tuning import MatmulKey
 
 from ...errors import CheckError, TargetError
+from ..console import console_of
 from ..report.tables import GROUP, Cell, Table, number
 from .target import parse_options
 
@@ -90,7 +92,7 @@ def _run(args: argparse.Namespace) -> int:
 
     With --list, print the table instead.
     """
-    console = Console()
+    console = console_of(sys.stdout)
     file = args.table or tuning.path()
     wanted = [] if args.list else list(matmul_keys(args.shape))
     platform = "" if args.list else tuner.platform()

@@ -52,11 +52,12 @@ def _kind_of_path(path: Iterable[str]) -> str | None:
     return "opt" if path & OPT_NAMES else "params" if path & PARAM_NAMES else None
 
 
-def _is_optax_state(x: Any) -> bool:
-    """Whether ``x`` is the state of an optax transformation, of optax or of this package; ``LookaheadParams`` are parameters."""
+def _kind_of_optax(x: Any) -> str | None:
+    """``opt`` for the state of a transformation, of optax or of this package; ``params`` for ``LookaheadParams``; else None."""
     of = type(x)
-    named = isinstance(x, tuple) and hasattr(x, "_fields") and of.__name__ != "LookaheadParams"
-    return named and of.__module__.split(".")[0] in ("optax", "meshpar")
+    if not (isinstance(x, tuple) and hasattr(x, "_fields") and of.__module__.split(".")[0] in ("optax", "meshpar")):
+        return None
+    return "params" if of.__name__ == "LookaheadParams" else "opt"
 
 
 def _is_node_states(x: Any) -> bool:
@@ -104,7 +105,7 @@ def _special(x: Any) -> bool:
     transformation."""
     return (
         isinstance(x, flax.core.meta.AxisMetadata | nnx.Variable | _PureState)
-        or _is_optax_state(x)
+        or _kind_of_optax(x) is not None
         or _is_node_states(x)
     )
 
@@ -127,8 +128,8 @@ def _walk(tree: Any, path: tuple[str, ...], kind: str | None, out: list[Leaf], m
         for state in tree.states:
             _walk(state, path, kind, out, module=True)
         return
-    if _is_optax_state(tree):
-        kind = "opt"
+    if of_optax := _kind_of_optax(tree):
+        kind = "opt" if kind == "opt" else of_optax
     entries, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: x is not tree and _special(x))
     for keys, x in entries:
         here = path + tuple(map(key_text, keys))

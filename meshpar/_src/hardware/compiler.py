@@ -27,6 +27,8 @@ class CompilerModel:
         and tpu7x); 0: not known.
       vector_elements_per_cycle: elements that the vector units of a core process, HBM traffic not included: by the compiler's
         estimates for reductions, norms, conversions and optimizers of 1 to 14 operands.
+      matmul_result_fraction: fraction of the elements of a matmul's result that count for the vector units if its kernel has no
+        other op: the result is only converted and stored.
       sync_collectives: collectives that are synchronous with the compiler's default options.
       line_permutes_are_sync: collective-permutes around a line of the torus are synchronous.
       partitioner_prefers_all_reduce: XLA's partitioner makes an all-reduce and a local slice where a reduce-scatter is possible.
@@ -57,6 +59,8 @@ class CompilerModel:
         the other one has few rows (:data:`cost.flops.MAX_FEW_ROWS`).
       first_tile_bytes: bytes of the operand's first tile, which such a matmul reads before it computes.
       min_kernel_seconds: seconds of the shortest kernel.
+      stores_softmax: the result of a softmax that several matmuls read is computed by a kernel of its own; otherwise each matmul
+        divides the exponentials again.
       option_groups: names of the :data:`hardware.options.GROUPS` that plans for this chip may use.
       quirks: names of the entries of :mod:`compat.quirks` whose workarounds this version needs on this chip.
     """
@@ -68,6 +72,7 @@ class CompilerModel:
     link_efficiency: float
     clock_hz: float
     vector_elements_per_cycle: int
+    matmul_result_fraction: float
     sync_collectives: frozenset[CollectiveOp]
     line_permutes_are_sync: bool
     partitioner_prefers_all_reduce: bool
@@ -91,6 +96,7 @@ class CompilerModel:
     row_hbm_efficiency: float = 1.0
     first_tile_bytes: int = 0
     min_kernel_seconds: float = 0.0
+    stores_softmax: bool = False
     option_groups: frozenset[str] = frozenset()
     quirks: frozenset[str] = frozenset()
 

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -372,6 +372,25 @@ def torus_of_slices(sizes: Mapping[str, int], topology: Topology | str) -> Torus
     return _stages(places, tuple(sizes))
 
 
+def described_mesh(sizes: Mapping[str, int], topology: str) -> Mesh:
+    """A mesh over slices that are not attached, with the devices that :func:`meshpar.mesh` assigns, to plan only: it needs no
+    compiler.
+
+    Raises:
+      MeshError: the text is not a topology, or the sizes do not multiply to its number of devices.
+    """
+    where = parse_topology(topology)
+    check_fills(sizes, where)
+    places = _places(where)
+    if where.chip.switch:
+        devices = np.empty(len(places), dtype=object)
+        devices[:] = [replace(d, coords=None, platform="gpu", process_index=d.id // where.chip.switch) for d in places]
+        devices = devices.reshape(tuple(sizes.values()))
+    else:
+        devices = device_mesh(tuple(sizes.values()), places, where.slices, mesh_text(sizes))
+    return Mesh(devices, tuple(sizes))
+
+
 def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
     """Raise MeshError if the sizes of mesh axes do not multiply to the number of devices of a topology."""
     have = math.prod(sizes.values())
@@ -399,7 +418,7 @@ def switched(sizes: Mapping[str, int], domain: int) -> Torus:
 class _Device:
     """A device of a slice that is not attached, with the attributes that the assignment of mesh axes reads."""
 
-    coords: tuple[int, int, int]
+    coords: tuple[int, int, int] | None
     core_on_chip: int
     slice_index: int
     device_kind: str
@@ -411,7 +430,7 @@ class _Device:
 def _places(topology: Topology) -> list[_Device]:
     """The devices of slices that are not attached, in the order of their ids."""
     chip = topology.chip
-    x, y, z = (*topology.chips, 1)[:3]
+    x, y, z = (*topology.chips, 1, 1)[:3]
     at = itertools.product(*map(range, (topology.slices, z, y, x, chip.devices)))
     return [_Device((i, j, k), c, s, chip.kinds[0], n) for n, (s, k, j, i, c) in enumerate(at)]
 

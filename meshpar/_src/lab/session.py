@@ -16,7 +16,7 @@ from typing import Any
 from ...errors import MeshError, MeshparError, TargetError
 from ..dims import parse_names, parse_pairs
 from ..hardware.topology import device_count, parse_topology
-from ..layout import Layout, characteristic_dims
+from ..layout import BETWEEN_SLICES, Layout, characteristic_dims
 from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
@@ -355,14 +355,15 @@ class Session:
         slices = 1 if topology is None else parse_topology(topology).slices
         rows: list[dict[str, Any]] = []
         names = self._of(where).base.program.all_names()
-        for name, text in {**self._layouts, **{n.replace("_", " "): str(p()) for n, p in PRESETS.items()}}.items():
+        for name, text in {**self._layouts, **{n: str(p()) for n, p in PRESETS.items()}}.items():
             layout = Layout(text)
             axes = _axes(layout)
             asks: dict[tuple[str, ...], list[str]] = {}
             for rule in layout.rules:
                 asks.setdefault(rule.axes, []).append(rule.dim)
-            if any(names.isdisjoint(dims) for dims in (*asks.values(), characteristic_dims(layout))):
-                continue  # a scheme whose dims the model lacks, such as experts
+            lacks = any(names.isdisjoint(dims) for dims in (*asks.values(), characteristic_dims(layout)))
+            if lacks or (slices == 1 and BETWEEN_SLICES in axes):
+                continue  # a scheme whose dims the model lacks, such as experts, or for several slices
             if slices == 1:
                 axes.sort(key=lambda a: a != "data")
             best: dict[str, Any] | None = None
@@ -402,7 +403,7 @@ class Session:
             options = SearchOptions(layouts=tuple(map(Layout, layouts)), time_limit=SEARCH_SECONDS)
             found = search({"": base}, topology, options, tell=job.tell)
             rows = [found.best, *(row for row in found.rows if row != found.best)]
-            names = ["search result", *(row.name.replace("_", " ") for row in rows[1:])]
+            names = ["search result", *(row.name for row in rows[1:])]
             return [
                 _as_row(name, row.mesh, row.layout, row.seconds, row.peak, row.sent, base)
                 for name, row in zip(names, rows, strict=True)

@@ -4,6 +4,7 @@
 
     attention            attention over a sequence that may be sharded
     loss                 cross entropy over a large vocabulary
+    recurrence           recurrences along a sequence that may be sharded
     moe                  mixtures of experts
     accumulate           gradient accumulation
     precision            dtypes of weights and gradients

@@ -86,6 +86,7 @@ class _Lowering:
 
     Attributes:
       runs: op → step of the plan, without ops that are input-independent.
+      recomputed: (value, spec) → step that recomputes the value for a copy in this spec.
       reduces: partial value → its reduction.
       stored: value → its stored spec; None: a literal.
       params: spec → the parameters of a sharding constraint.
@@ -100,7 +101,10 @@ class _Lowering:
         self.grid = Grid(plan.sizes, {}, isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu", bound)
         self.params: dict[Spec, dict[str, Any]] = {}
         steps = list(plan.body.all_steps)
-        self.runs = {s.op: s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].is_constant)}
+        runs = [s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].is_constant)]
+        copies = [s for s in runs if s.results and plan.placements[s.results[0].value].made is not s.results[0]]
+        self.recomputed = {(s.results[0].value, s.results[0].spec): s for s in copies}
+        self.runs = {s.op: s for s in runs if s not in copies}
         self.manual_ops = ManualOps(plan)
         self.reduces, self.stored = self.manual_ops.reduces, self.manual_ops.stored
         self.hoisted = {s.op: s.hoisted for s in steps if isinstance(s, Loop)}
@@ -217,6 +221,7 @@ class _FrameWriter:
       eqns: the equations written so far.
       current: variable of the frame → the variable or literal that replaces it.
       resharded: (variable, spec) → the variable with that spec.
+      variables: value → its variable in the frame.
     """
 
     def __init__(self, lowering: _Lowering, frame: Frame):
@@ -224,6 +229,10 @@ class _FrameWriter:
         self.eqns: list[JaxprEqn] = []
         self.current: dict[Var, Atom] = {}
         self.resharded: dict[tuple[Atom, Spec], Atom] = {}
+        self.variables: dict[Value, Var] = {}
+        for var in (*frame.jaxpr.constvars, *frame.jaxpr.invars, *(v for eqn in frame.jaxpr.eqns for v in eqn.outvars)):
+            if var in frame.env:
+                self.variables.setdefault(frame.env[var], var)
 
     def jaxpr(self) -> Jaxpr:
         """The jaxpr of the frame; the same object if no equation changes."""
@@ -265,6 +274,9 @@ class _FrameWriter:
         if value is None or not need or stored == need:
             return now
         key = (now, need)
+        run = lowering.recomputed.get((value, need))
+        if key not in self.resharded and run is not None and (copy := self.recompute(run)) is not None:
+            self.resharded[key] = copy
         if key not in self.resharded:
             local = value.op is not None and value.op.frame.home is self.frame.home
             if local and stored and any(stored) and not lowering.is_constant(value):
@@ -274,6 +286,23 @@ class _FrameWriter:
                 now = self.constrain(now, spec, op.eqn)
             self.resharded[key] = now
         return self.resharded[key]
+
+    def recompute(self, run: Run) -> Atom | None:
+        """Write the equation of an op that the plan recomputes for a copy of its result; None: it reads a value that this frame
+        does not have."""
+        eqn, invars = run.op.eqn, list[Atom]()
+        for var, value, shard in zip(eqn.invars, run.op.ins, run.operands, strict=True):
+            if value is None or shard is None:
+                invars.append(var)
+                continue
+            own, again = self.variables.get(value), self.lowering.recomputed.get((value, shard.spec))
+            atom = self.operand(own, value, shard.spec, run.op) if own else again and self.recompute(again)
+            if atom is None:
+                return None
+            invars.append(atom)
+        out = Var(eqn.outvars[0].aval)
+        self.eqns.append(eqn.replace(invars=invars, outvars=[out]))
+        return self.constrain(out, run.results[0].spec, eqn)
 
     def constrain_carries(self, parent: Op) -> None:
         """Constrain the carries of a loop to their stored specs at the beginning of its body."""

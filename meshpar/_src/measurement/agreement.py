@@ -94,7 +94,7 @@ def _check_rounding(first: Candidate, other: Candidate, differ: Mapping[str, Dif
         f"{path}: {other.name} gives other numbers than {first.name}: the largest difference is {worst.relative:.2g} of the "
         f"largest value, and {worst.allowed:.2g} is allowed",
         path=path,
-        fixes=["mp.check(step, …, layouts=…) says which op differs", "a step must give the same numbers in every run"],
+        fixes=["mp.check(step, …, layout=…) says which op differs", "a step must give the same numbers in every run"],
     )
     explained: set[str] = set()
     for each in (first, other):

@@ -41,7 +41,7 @@ def calibrate(
     """
     if not candidates:
         raise UnsupportedError(
-            "mp.hardware.calibrate was given no layouts", fixes=['layouts=["batch: data", "batch, embed: data"]']
+            "mp.hardware.calibrate was given no layouts", fixes=['layout=["batch: data", "batch, embed: data"]']
         )
     if rounds < 1:
         raise UnsupportedError(f"rounds={rounds!r}: at least 1", fixes=["rounds=9"])

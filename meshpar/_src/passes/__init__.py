@@ -52,8 +52,8 @@ from .barriers import (
 )
 from .collective_matmul import MODES, activation_axes, find_pairs, with_overlaps
 from .equal_sends import merge_equal_sends
-from .lowering import resolve_lowering
-from .ranked import plan_without_passes, rank
+from .lowering import AUTO, resolve_lowering, shorter_lowering
+from .ranked import RANK, plan_without_passes
 from .schedule import schedule
 
 
@@ -98,7 +98,7 @@ def make_plan(program: Program, request: PlanRequest) -> Plan:
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
     """
     with without_gc():
-        plan = planned(program, request, rank)
+        plan = planned(program, request, RANK)
     plan = with_notes(with_passes(plan))
     warn(plan)
     return plan
@@ -116,7 +116,9 @@ def replan(plan: Plan, request: PlanRequest) -> Plan:
 def with_passes(plan: Plan) -> Plan:
     """A plan of :func:`plan_without_passes` after all passes.
 
-    It resolves the lowering, overlap and compiler options of the plan's request.
+    It resolves the lowering, overlap and compiler options of the plan's request. Where ``"auto"`` leaves the lowering open, it
+    returns the plan with the shorter step of two (:func:`passes.lowering.shorter_lowering`); a requested ring or fused kernel does
+    not leave it open, because only ``"shard_map"`` has them.
 
     Raises:
       UnsupportedError: an ``overlap`` that does not exist.
@@ -130,7 +132,17 @@ def with_passes(plan: Plan) -> Plan:
     )  # fmt: skip
     plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason, options=options)
     with without_gc():
-        return _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
+        best = _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
+        if plan.chip is None or request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):
+            return best
+        jit = separated = _run_passes(replace(plan, lowering="jit", overlap="off"))
+        if "FUSED_EPILOGUE" in plan.compiler.quirks:
+            separated = replace(jit, body=separate_matmuls(jit))
+        chosen = shorter_lowering(best, jit, separated)
+        free_caches(jit if chosen is best else best)
+        if separated is not jit:
+            free_caches(separated)
+        return chosen
 
 
 def _with_overlaps(plan: Plan) -> Plan:

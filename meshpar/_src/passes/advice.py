@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from ...errors import IndivisibleWarning, LoweringWarning, MeshparError, ReplicatedWarning
-from ..compat.jax import user_stacklevel
+from ..compat.jax import function_name, user_stacklevel
 from ..mesh import planned_mesh
 from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
 from ..plan.collectives import dcn_bytes_sent
@@ -26,6 +26,7 @@ from .indivisible import (
     indivisible_dims,
     microbatch_text,
 )
+from .lowering import without_local_form
 from .ranked import plan_without_passes
 
 
@@ -90,8 +91,8 @@ def warn(plan: Plan) -> None:
 
 
 def _lowering(plan: Plan) -> Iterator[str]:
-    """Yields the reason why ``lowering="auto"`` is ``"jit"``, if it is."""
-    if plan.lowering_reason is not None:
+    """Yields the reason why ``lowering="auto"`` is ``"jit"``, if an op has no local form; a shorter step needs no warning."""
+    if plan.lowering_reason is not None and without_local_form(plan) is not None:
         yield f'lowering="auto" is "jit" for this program, whose plan is an estimate: {plan.lowering_reason}'
 
 
@@ -125,7 +126,7 @@ def _undeclared_state(plan: Plan) -> Iterator[str]:
             more = f" and {len(paths) - 1} more" if paths[1:] else ""
             yield (
                 f"`{rule}` does not apply to {paths[0]}{more}: only the update reads it, elementwise, as it reads optimizer state, "
-                "but neither its type nor its path declares it as such, so it is stored as a parameter. Call it `opt_state`, or "
+                "but it has the path or the update of a parameter, so it is stored as one. Call it `opt_state`, or "
                 f'give it a rule of its own: "{paths[0]}".{rule.dim}: {"+".join(rule.axes)}'
             )
 
@@ -143,9 +144,11 @@ def _unnamed_results(plan: Plan) -> Iterator[str]:
     """Yields a warning of an initializer whose weights are replicated, since no rule has a name of theirs."""
     template = unnamed_results(plan.program, plan.requested_layout)
     if template and plan.mesh.size > 1:
+        create = function_name(plan.program.traced.closed) or "create"
         text = (
             "mp.init: the weights have no names that the layout has a rule for, so they are replicated: every device allocates "
-            "all of them. Names that only the step infers are not known here. Name their dims:\n"
+            f"all of them. Names are inferred from uses, and only the step uses them: give {create} the names of the step, dims="
+            f"mp.infer_dims(step, jax.eval_shape({create}, …), batch), or your own:\n"
         )
         yield text + "\n".join(template)
 

@@ -10,17 +10,23 @@ from ..compat.jax import without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.plan import Plan
-from ..plan.planner import planned
+from ..plan.planner import Rank, planned
 from ..plan.request import PlanRequest
 
 
-def rank(plan: Plan) -> tuple[bool, float]:
-    """A sort key for plans of one step: (whether it exceeds the chip's memory, seconds); (False, bytes sent) if the
-    chip is unknown."""
+def exceeds(plan: Plan) -> bool:
+    """Whether a plan needs more than the memory of its chip; False if the chip is unknown."""
+    return plan.chip is not None and memory_of(plan).peak > plan.chip.per_device().hbm
+
+
+def cost(plan: Plan) -> float:
+    """Seconds of a step of a plan; bytes sent if the chip is unknown."""
     time = time_of(plan)
-    if plan.chip is None or time is None:
-        return False, plan.bytes_sent
-    return memory_of(plan).peak > plan.chip.per_device().hbm, time.seconds
+    return plan.bytes_sent if time is None else time.seconds
+
+
+RANK = Rank(exceeds, cost)
+"""The order of the plans of one step."""
 
 
 def plan_without_passes(plan: Plan, request: PlanRequest, max_seconds: float = math.inf) -> Plan:
@@ -35,4 +41,4 @@ def plan_without_passes(plan: Plan, request: PlanRequest, max_seconds: float = m
     """
     with warnings.catch_warnings(), without_gc():
         warnings.simplefilter("ignore", JoinWarning)
-        return planned(plan.program, request, rank, max_seconds)
+        return planned(plan.program, request, RANK, max_seconds)

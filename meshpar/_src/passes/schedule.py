@@ -215,13 +215,17 @@ class _Waits:
         """(bytes that are written to memory only because a barrier holds a shard, bytes of the shard).
 
         A matmul computes elementwise ops as it reads their result, from one array in memory; behind a barrier the result is an
-        array in memory. One operand behind a barrier delays the matmul as well as all of them.
+        array in memory. One operand behind a barrier delays the matmul as well as all of them. Of a padded array that several
+        matmuls read (the gradient of ``logits[:, :-1]``) the operand of the padding is in memory, also in a narrower dtype.
         """
         op = shard.value.op
         while op is not None and op.primitive.view and op.ins[0] is not None:
             op = op.ins[0].op
         size = self.plan.shard_bytes(shard)
         fused = op is not None and op.primitive.fusible and op.outs[0] not in self.plan.program.cached(stored_values)
+        while op is not None and op.primitive.family == "cast" and op.ins[0] is not None:
+            op = op.ins[0].op
+        fused |= op is not None and op.primitive.family == "pad"
         return (size if fused else 0.0), size
 
     def _operand_bytes(self, op: Op) -> float:

@@ -413,9 +413,11 @@ class AxisAssignment:
         self, op: Op, items: Sequence[tuple[Names, int]], scopes: tuple[str, ...], first: list[tuple[str, ...]],
         cost: Callable[[list[tuple[str, ...]]], float],
     ) -> list[tuple[str, ...]]:  # fmt: skip
-        """The axes of the factors with the lowest cost, over all choices of one factor (or none) for every contested axis.
+        """The axes of the factors with the lowest cost, over all choices of one factor for every contested axis.
 
-        If several cost the same, ``first`` is taken, which is by the order of the rules. If there are more than :data:`MAX_CHOICES`
+        An axis is contested if the rules of several factors name it. No choice leaves an axis unused that ``first``, by the order
+        of the rules, uses: all devices along it would compute the same, which the count of bytes does not show. ``first`` is
+        taken if several choices cost the same. If there are more than :data:`MAX_CHOICES`
         choices, only those that differ from ``first`` in one axis are costed, and a note says so.
         """
         wants: dict[str, list[int]] = {}
@@ -426,25 +428,23 @@ class AxisAssignment:
                 for a in self.layout.rules[r].axes:
                     if i not in wants.setdefault(a, []):
                         wants[a].append(i)
-        contested = {a: who for a, who in wants.items() if self.sizes.get(a, 1) > 1}
-        if all(len(who) == 1 for who in contested.values()):
+        wanted = {a: who for a, who in wants.items() if self.sizes.get(a, 1) > 1}
+        if all(len(who) == 1 for who in wanted.values()):
             return first
-        choices: Iterable[tuple[int | None, ...]]
-        choices = itertools.product(*([*who, None] for who in contested.values()))
-        every = math.prod(len(w) + 1 for w in contested.values())
+        start = tuple(next((i for i, ax in enumerate(first) if a in ax), None) for a in wanted)
+        ways = [[*who, *([] if i is not None else [None])] for who, i in zip(wanted.values(), start, strict=True)]
+        choices: Iterable[tuple[int | None, ...]] = itertools.product(*ways)
+        every = math.prod(map(len, ways))
         if every > MAX_CHOICES:
-            start = tuple(next((i for i, ax in enumerate(first) if a in ax), None) for a in contested)
-            choices = (
-                (*start[:k], i, *start[k + 1 :]) for k, who in enumerate(contested.values()) for i in (*who, None)
-            )
-            ways = f"of {every} ways to split it, only those that differ in one axis were compared"
-            note = f"{op.name} at {op.location_of_layers}: {ways}"
+            choices = ((*start[:k], i, *start[k + 1 :]) for k, way in enumerate(ways) for i in way)
+            compared = f"of {every} ways to split it, only those that differ in one axis were compared"
+            note = f"{op.name} at {op.location_of_layers}: {compared}"
             if note not in self.notes:
                 self.notes.append(note)
         best, least = first, cost(first)
         for choice in choices:
             axes: list[tuple[str, ...]] = [()] * len(items)
-            for a, i in zip(contested, choice, strict=True):
+            for a, i in zip(wanted, choice, strict=True):
                 if i is not None:
                     axes[i] += (a,)
             if all(n % math.prod(self.sizes[a] for a in ax) == 0 for (_, n), ax in zip(items, axes, strict=True) if ax):

@@ -61,7 +61,7 @@ class Collective:
     dtype: str
     bytes: float
     count: int | None
-    wording: Text
+    wording: Text = field(repr=False)
     origin: Op | None = field(default=None, repr=False)
     seconds: float | None = None
     algorithm: AlgorithmName = "native"

@@ -19,7 +19,7 @@ from ..rules.rule import ADDED, Kind, OpRule
 from .assignment import AxisAssignment
 from .checks import check_manual_axes
 from .factors import axes_of_array, contiguous_only, spec_from_factors
-from .partial import applicable_law
+from .partial import applicable_law, narrowed, narrows
 from .reshape import reshape_axes
 from .spec import replicated_spec, shard_count
 from .traffic import (
@@ -154,6 +154,10 @@ class _Site:
         """The spec in which a value is stored."""
         return self.facts.assignment.value_spec(value)
 
+    def resharded(self, value: Value) -> Spec | None:
+        """The spec to which a result is resharded; None: it stays as the op leaves it."""
+        return None if value in self.facts.program.cached(narrowed) else self.stored(value)
+
     def reducing(self, positions: Sequence[int]) -> _Site:
         """The same op after some operands are reduced, each to its stored spec."""
         if not positions:
@@ -267,7 +271,7 @@ def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     if is_input_independent(site.op, site.operands):
         return _constant(site, [replicated_spec(len(out.shape)) if x is None else site.stored(out)], reduce)
     assert x is not None
-    stored, inherits = (None, 0) if x.partial else (site.stored(out), None)
+    stored, inherits = (None, 0) if x.partial else (site.resharded(out), None)
     return OpDecision((x.spec,), (ShardType(x.spec, x.partial, x.kind),), (stored,), reduce, inherits=(inherits,))
 
 
@@ -282,8 +286,10 @@ def _elementwise(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     if is_input_independent(op, site.operands):
         return _constant(site, [site.stored(v) for v in op.outs], reduce)
     spec = site.facts.assignment.elementwise_spec(op, out)
+    if narrows(op) and any(set(a) - set(b) for a, b in zip(site.operand(0).spec, spec, strict=True)):
+        spec = site.operand(0).spec  # the result has fewer bytes to send
     needs = tuple(None if v is None else broadcast_spec(spec, v.shape, out.shape) for v in op.ins)
-    stored = tuple(site.stored(v) for v in op.outs)
+    stored = tuple(site.resharded(v) for v in op.outs)
     return OpDecision(needs, (ShardType(spec),) * len(stored), stored, reduce, inherits=(None,) * len(stored))
 
 
@@ -342,7 +348,7 @@ def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
             ShardType(spec_from_factors(dims, axes), over, kind if over else "sum")
             for dims, over in zip(rule.outs, partial, strict=True)
         ),
-        stored=tuple(None if over else site.stored(v) for v, over in zip(op.outs, partial, strict=True)),
+        stored=tuple(None if over else site.resharded(v) for v, over in zip(op.outs, partial, strict=True)),
         reduce=reduce,
         axes=tuple(axes),
         inherits=(passed,) * len(op.outs),

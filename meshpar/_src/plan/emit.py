@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,11 +24,15 @@ from .decide import OpDecision, Operand
 from .memo import Interned
 from .plan import Placement
 from .spec import replicated_spec
-from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard, spec_after
+from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard, Step, spec_after
+from .traffic import value_reshard_bytes
 
 MAX_RECOMPUTED_DEPTH = 8
 """Longest chain of ops that is recomputed instead of all-gathering a value."""
 
+
+_Resharded = dict[tuple[Value, Spec], Mapping[tuple[Value, Spec], float]]
+"""(value, spec) → the values that are resharded for it, with bytes."""
 
 _NOT_RECOMPUTED = frozenset({"copy", "name", "pvary", "reshard", "threefry2x32"})
 
@@ -47,21 +52,21 @@ def _recomputable_depth(value: Value | None, most: int = MAX_RECOMPUTED_DEPTH) -
     return 1 + max((_recomputable_depth(v, most - 1) for v in op.ins), default=0)
 
 
-@dataclass(slots=True)
-class LoopConst:
-    """A value that a scan only reads.
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a copy is made: by steps of ``origin`` (for a loop, before it) in a body that runs ``count`` times (None: unknown)."""
 
-    Attributes:
-      loop: the scan.
-      outer: the value outside the scan.
-      count: how often the body that contains the scan runs; None: unknown.
-      body: that body.
-    """
-
-    loop: Op
-    outer: Value
+    origin: Op
     count: int | None
     body: BodyBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class LoopConst:
+    """A value that a scan only reads: ``outer`` outside the scan, and where copies of it are made, before the scan."""
+
+    outer: Value
+    site: Site
 
 
 class Emitter:
@@ -160,7 +165,7 @@ class Emitter:
         iterations = None
         while value in self.loop_consts:
             const = self.loop_consts[value]
-            iterations = (1 if iterations is None else iterations) * const.loop.eqn.params["length"]
+            iterations = (1 if iterations is None else iterations) * const.site.origin.eqn.params["length"]
             value = const.outer
         return iterations
 
@@ -303,49 +308,74 @@ class Emitter:
     def copy(self, op: Op, value: Value, need: Spec) -> Shard:
         """The shard of a copy of ``value`` in the spec ``need``, made once for each body, or before the loops that only
         read the value."""
-        body, origin, count, loops = self.body, op, self.count, []
+        return self._copy(op, value, need, Site(op, self.count, self.body))
+
+    def _copy(self, op: Op, value: Value, need: Spec, site: Site) -> Shard:
+        """A copy that is made at a site, or before the loops around it."""
+        loops = []
         while value in self.loop_consts:
             const = self.loop_consts[value]
-            loops.append(const.loop)
-            value, body, origin, count = const.outer, const.body, const.loop, const.count
-        shard = body.copies.get((value, need))
-        if shard is None and value in self.constants:
-            shard = self.maker.part(value, need, body)
-        if shard is None and not loops:
-            shard = self.recomputed(value, need)
-        if shard is None:
-            source = self.current[value]
-            cause = functools.partial(self.causes.resharded, op, self.factor_axes.get(op, ()), value, source.spec, need)
-            path, collectives = self.records.resharding(value, source.spec, need, origin, count, cause)
-            shard = body.copies[value, need] = self.shard(source.value, need, copy=(body.frame, value))
-            body.deferred.append(Reshard(origin, source, shard, path, tuple(collectives), copy=True))
+            loops.append(const.site.origin)
+            value, site = const.outer, const.site
+        shard = self._made(op, value, need, site, self._resharded_for(value, need, site.body, {}))
         for loop in loops:
             self.hoisted.setdefault(loop, {})[shard] = None
         return shard
 
-    def recomputed(self, value: Value, need: Spec, depth: int = MAX_RECOMPUTED_DEPTH) -> Shard | None:
-        """The result of a cheap op in the spec ``need``, recomputed from operands that have the needed specs; None if
-        one would be sent."""
-        body, op = self.body, value.op
+    def _resharded_for(
+        self, value: Value, need: Spec, body: BodyBuilder, known: _Resharded, depth: int = MAX_RECOMPUTED_DEPTH
+    ) -> Mapping[tuple[Value, Spec], float]:
+        """What is resharded for a copy of a value, such that the fewest bytes are sent: (value, spec) → bytes.
+
+        That is the value, or values from which it is recomputed by cheap ops. Weights in 8 bits are gathered as codes and scales.
+        Empty if the copy exists, or is recomputed from shards that exist.
+
+        Args:
+          known: results for values that were visited.
+        """
+        part, made = (value, need), self.current[value]
+        if part in body.copies or value in self.constants or (made.spec == need and not made.partial):
+            return {}
+        if part in known:
+            return known[part]
+        sent = math.inf if made.partial else value_reshard_bytes(value, made.spec, need, self.sizes)
+        known[part] = {part: sent}
+        op = value.op
+        own = (
+            made is self.placements[value].stored
+        )  # else behind the barrier of a recomputation, which what it is made of is not
+        if op is not None and own and depth and is_recomputed(op) and not op.eqn.effects and len(op.outs) == 1:
+            needs, axes = inputs_for(value, need, self.sizes)
+            if op.rule is None or axes is not None:
+                found: dict[tuple[Value, Spec], float] = {}
+                for v, spec in needs:
+                    found.update(self._resharded_for(v, spec, body, known, depth - 1))
+                if not found or sum(found.values()) < sent:
+                    known[part] = found
+        return known[part]
+
+    def _made(self, op: Op, value: Value, need: Spec, site: Site, resharded: Collection[tuple[Value, Spec]]) -> Shard:
+        """A value in the spec in which ``op`` needs it, made at a site from the values that are ``resharded``."""
+        body = site.body
         if (value, need) in body.copies or value in self.constants:
             return body.copies.get((value, need)) or self.maker.part(value, need, body)
-        if self.current[value].partial:
-            return None
-        if self.current[value].spec == need:
-            return self.current[value]
-        if op is None or not is_recomputed(op) or op.eqn.effects or op.outs[1:] or not depth:
-            return None
-        needs, axes = inputs_for(value, need, self.sizes)
-        if op.rule is not None and axes is None:
-            return None
-        sources = []
-        for v, spec in needs:
-            shard = self.recomputed(v, spec, depth - 1)
-            if shard is None:
-                return None
-            sources.append(shard)
-        rest = iter(sources)
-        operands = tuple(None if v is None else next(rest) for v in op.ins)
-        result = body.copies[value, need] = self.shard(value, need, copy=(body.frame, value))
-        body.deferred.append(self.interned.run(op, operands, (result,), None if axes is None else tuple(axes)))
+        source, maker = self.current[value], value.op
+        if source.spec == need:
+            return source
+        if (value, need) not in resharded:
+            assert maker is not None
+            needs, axes = inputs_for(value, need, self.sizes)
+            rest = iter([self._made(op, v, spec, site, resharded) for v, spec in needs])
+            operands = tuple(None if v is None else next(rest) for v in maker.ins)
+            result = self.shard(value, need, copy=(body.frame, value))
+            step: Step = self.interned.run(maker, operands, (result,), None if axes is None else tuple(axes))
+        elif value in self.loop_consts:
+            return self._copy(op, value, need, site)
+        else:
+            cause = functools.partial(self.causes.resharded, op, self.factor_axes.get(op, ()), value, source.spec, need)
+            path, collectives = self.records.resharding(value, source.spec, need, site.origin, site.count, cause)
+            result = self.shard(source.value, need, copy=(body.frame, value))
+            step = Reshard(site.origin, source, result, path, tuple(collectives), copy=True)
+        body.copies[value, need] = result
+        body.deferred.append(step)
         return result

@@ -14,6 +14,7 @@ from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
 from ..program.scalars import constant_of
 from ..rules.partial import Law, Other, is_scale
+from .spec import itemsize
 
 
 def satisfies(other: Other, program: Program, op: Op, i: int) -> bool:
@@ -58,6 +59,18 @@ def deferrable(program: Program) -> frozenset[Value]:
         return any(law.when in ("smaller", "widening") for law in laws)
 
     return frozenset(v for v, ops in program.cached(readers_of).items() if all(map(may_shrink, ops)))
+
+
+def narrows(op: Op | None) -> bool:
+    """Whether an op converts an array to a dtype of fewer bytes."""
+    return (
+        op is not None and op.primitive.family == "cast" and itemsize(op.outs[0].aval) < itemsize(op.eqn.invars[0].aval)
+    )
+
+
+def narrowed(program: Program) -> frozenset[Value]:
+    """The values that are read only by conversions to dtypes of fewer bytes, whose results are resharded instead."""
+    return frozenset(v for v, ops in program.cached(readers_of).items() if all(map(narrows, ops)))
 
 
 def addends(program: Program, end: Value) -> Iterator[tuple[Value, bool]]:

@@ -204,7 +204,8 @@ class Plan:
       arrivals: of a plan for arrays, those that each call reshards before the step runs; no other number of the plan includes them.
       lowering: ``"shard_map"``: the compiled program has the collectives of the plan; ``"jit"``: XLA partitions the program, and
         the numbers of the plan are estimates.
-      lowering_reason: why ``lowering="auto"`` chose ``"jit"``; None: it did not, or another lowering was requested.
+      lowering_reason: why ``lowering="auto"`` chose ``"jit"``: an op without a local form, or the seconds of both plans; None: it
+        did not, or another lowering was requested.
       overlap: how all-gathers before matmuls and reduce-scatters after them are lowered; ``overlaps``: each decision.
       options: the compiler options.
       unsharded: bytes of the unsharded gradients that a device adds up over microbatches.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Literal, Var
 
@@ -25,15 +25,31 @@ from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, decide, is_reduced_after
 from .emit import Emitter
 from .memo import Interned, KeyMaker, MeshCache, PlanCache
-from .partial import deferrable, readers_of, reduce_in_values
+from .partial import deferrable, narrowed, narrows, readers_of, reduce_in_values
 from .plan import Plan, ShardedArray
 from .request import PlanRequest
 from .spec import replicated_spec, shard_count
 from .steps import Shard
 from .variants import Variant, variants
 
-Rank = Callable[[Plan], tuple[bool, float]]
-"""A sort key of plans of one step, of which the smallest is best: whether the plan exceeds the memory of its chip, and its cost."""
+
+class Rank(NamedTuple):
+    """The order of plans of one step: a plan that fits in the memory of its chip is before one that does not, then a cheaper one.
+
+    Attributes:
+      exceeds: plan → whether it needs more than the memory of its chip.
+      cost: plan → its cost; it is not called for a plan that another one precedes by memory alone.
+    """
+
+    exceeds: Callable[[Plan], bool]
+    cost: Callable[[Plan], float]
+
+    def first(self, plans: Iterable[Plan]) -> Plan:
+        """The first plan in this order; of equal ones the first given."""
+        plans = list(plans)
+        fitting = [p for p in plans if not self.exceeds(p)] if len(plans) > 1 else plans
+        left = fitting or plans
+        return left[0] if len(left) == 1 else min(left, key=self.cost)
 
 
 def planned(program: Program, request: PlanRequest, rank: Rank, max_seconds: float = math.inf) -> Plan:
@@ -76,9 +92,7 @@ def best(variants: Sequence[Variant], request: PlanRequest, rank: Rank, max_seco
             plans[variant] = _with_gather(variant, request, rank, limit)
     if not plans:
         raise TooLong
-    if len(plans) == 1:
-        return plans.popitem()[1]
-    return plans[min(plans, key=lambda v: (*rank(plans[v]), v.divisible is None))]
+    return rank.first(plans[v] for v in sorted(plans, key=lambda v: v.divisible is None))
 
 
 def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds: float) -> Plan:
@@ -92,14 +106,14 @@ def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds
     once = _Planner(variant, request, max_seconds, variant.gather == "microbatch").plan()
     if not once.unsharded or variant.gather == "step":
         return once
-    if not rank(once)[0]:
+    if not rank.exceeds(once):
         note = (_once_text(once.unsharded),) if once.unsharded >= MIN_NOTED_BYTES else ()
         return replace(once, notes=(*once.notes, *note))
     try:
         each = _Planner(variant, request, max_seconds, True).plan()
     except TooLong:
         return once
-    return min(once, replace(each, notes=(*each.notes, IN_EACH_MICROBATCH)), key=rank)
+    return rank.first((once, replace(each, notes=(*each.notes, IN_EACH_MICROBATCH))))
 
 
 def _once_text(unsharded: float) -> str:
@@ -262,11 +276,12 @@ class _Planner:
             if v is not None and current[v].partial:
                 return None
             operands.append(v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)))
-        stored = tuple(map(assignment.value_spec, op.outs))
+        among = self.program.cached(narrowed)
+        stored = tuple((assignment.value_spec(v), v in among) for v in op.outs)
         if rule is None:
             if op.primitive.family in ("identity", "barrier") or all(x is None or x[1] for x in operands):
                 return None
-            shapes = tuple(None if v is None else v.shape for v in op.ins)
+            shapes = tuple(operands) if narrows(op) else tuple(None if v is None else v.shape for v in op.ins)
             return assignment.elementwise_spec(op, op.outs[0]), op.outs[0].shape, shapes, stored
         if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects or self.layout.resolve == "cost":
             return None

@@ -21,7 +21,7 @@ class PlanRequest:
       strict: two names for one dim are an error instead of a warning.
       init: the program initializes the state, so it need not have the dims of the batch.
       donated: indices of the flat inputs whose memory the results may use.
-      lowering: ``"auto"``, ``"shard_map"``, or ``"jit"`` (XLA partitions); see :func:`passes.lowering.resolve_lowering`.
+      lowering: ``"auto"``, ``"shard_map"``, or ``"jit"`` (XLA partitions); see :mod:`passes.lowering`.
       overlap: the implementation of all-gathers before matmuls and reduce-scatters after them, one of
         :data:`passes.collective_matmul.MODES`, and whether a reduce-scatter may be replaced by an all-reduce
         (:mod:`passes.all_reduce_choice`). None: the default of the lowering.

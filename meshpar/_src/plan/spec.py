@@ -37,11 +37,11 @@ def value_bytes(value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
 
 def itemsize(aval: Any) -> float:
     """Bytes of an element in memory and in a collective: 0.5 for 4-bit types, 8 for threefry keys."""
-    return _itemsize(aval.dtype)
+    return itemsize_of(aval.dtype)
 
 
 @functools.cache
-def _itemsize(dtype: Any) -> float:
+def itemsize_of(dtype: Any) -> float:
     """As :func:`itemsize`, for a dtype."""
     try:
         dtype = np.dtype(dtype)

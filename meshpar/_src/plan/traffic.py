@@ -59,7 +59,8 @@ def value_reshard_bytes(value: Value, have: Spec, need: Spec, sizes: Mapping[str
 def reduction_bytes(
     value: Value, spec: Spec, stored: Spec, axes: tuple[str, ...], kind: Kind, sizes: Mapping[str, int]
 ) -> float:
-    """Bytes that a device sends to reduce a value that is partial over ``axes``, from ``spec`` to its stored spec.
+    """Bytes that a device sends to reduce a value that is partial over ``axes`` (perhaps none), and to reshard it from ``spec`` to
+    its stored spec.
 
     ``kind`` is the reduction.
     """
@@ -68,7 +69,9 @@ def reduction_bytes(
     for over in scatter.values():
         sent += wire_bytes("reduce-scatter", volume, shard_count(over, sizes))
         volume /= shard_count(over, sizes)
-    return sent + wire_bytes("all-reduce", volume, shard_count(reduced, sizes))
+    sent += wire_bytes("all-reduce", volume, shard_count(reduced, sizes))
+    scattered = tuple((*entry, *scatter.get(i, ())) for i, entry in enumerate(spec))
+    return sent + value_reshard_bytes(value, scattered, stored, sizes)
 
 
 def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Mapping[str, int]) -> list[SendOver]:
@@ -118,9 +121,5 @@ def op_bytes(
             total += value_reshard_bytes(value, have, need, sizes)
     partials, kind = partial_axes(op, axes, sizes)
     for value, dims, partial, rest in zip(op.outs, rule.outs, partials, stored, strict=True):
-        spec = spec_from_factors(dims, axes)
-        if partial:
-            total += reduction_bytes(value, spec, rest, partial, kind, sizes)
-        else:
-            total += value_reshard_bytes(value, spec, rest, sizes)
+        total += reduction_bytes(value, spec_from_factors(dims, axes), rest, partial, kind, sizes)
     return total

@@ -12,8 +12,10 @@
     agree       all processes compare programs and arguments
     data        batches
     checkpoint  checkpoints by name
+    memory      copies of states in the memory of hosts
     foreign     safetensors
     names       state trees as name → array
     digest      digests that do not depend on sharding
+    audit       copies of replicated arrays, compared during a run
     lock        the lock of a folder of checkpoints
 """

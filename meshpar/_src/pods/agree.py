@@ -166,7 +166,7 @@ def settings() -> list[str]:
 
 def _layout_text(layout: Any) -> str:
     optional = f"  (optional: {', '.join(sorted(layout.optional))})" if layout.optional else ""
-    return f"{layout}{'' if layout.resolve == 'order' else '  (by cost)'}{optional}"
+    return f"{layout}{layout.by_cost}{optional}"
 
 
 def _shape_text(aval: Any) -> str:

@@ -18,8 +18,9 @@ import os
 import re
 import sys
 import traceback
+import uuid
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,11 +39,12 @@ from ..global_arrays import is_global, is_key, of_parts
 from .agree import exchange, versions
 from .digest import Digests, on_device
 from .lock import Lock
+from .memory import Copy, CopyError, Memory, MemoryPlan, memory_plan
 from .names import by_name, stored_names
 from .stop import StopRequest
 
 FORMAT = 2
-STATE, FACTS = "state", "meshpar"
+STATE, FACTS, RUN = "state", "meshpar", "meshpar.run"
 DAMAGED, REASON = ".damaged", "meshpar-damage.txt"
 SLICED = 1 << 26
 """Bytes of an array from which on its replicas share the writing."""
@@ -80,6 +82,10 @@ class Checkpoints:
       keep: number of checkpoints to keep, the newest; None: all.
       every: :meth:`save` writes after every ``every``-th batch.
       data: the data (:func:`meshpar.data.batches`) whose position is saved, unless it is given with each call.
+      memory: a mesh axis, such as ``"slice"``, over whose indices hosts are lost together: after every ``memory_every``-th batch
+        the state is also copied to the memory of the hosts, so that each index of the axis has all of it, or its neighbour a
+        copy of its part. :meth:`restore` takes the newest state, in memory or on disk. :meth:`memory_plan` says what it takes.
+      memory_every: see ``memory``.
 
     Saving copies the arrays to the host and returns. Digests are computed and files are written in the background, and one
     rename commits them, so that a checkpoint is complete or absent. If that fails, the next :meth:`save`, :meth:`wait` or
@@ -100,12 +106,23 @@ class Checkpoints:
       [1]
     """
 
-    def __init__(self, path: str | Path, *, keep: int | None = 3, every: int = 1, data: Any = None):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep: int | None = 3,
+        every: int = 1,
+        data: Any = None,
+        memory: str | None = None,
+        memory_every: int = 1,
+    ):
         """Check the arguments, and listen for SIGTERM; nothing is read, written or created yet."""
-        if every < 1 or (keep is not None and keep < 1):
-            raise CheckpointError(f"keep={keep}, every={every}: both must be at least 1", fixes=["keep=2, every=1"])
+        if every < 1 or (keep is not None and keep < 1) or memory_every < 1:
+            text = f"keep={keep}, every={every}, memory_every={memory_every}: all must be at least 1"
+            raise CheckpointError(text, fixes=["keep=2, every=1"])
         self.path = str(path) if "://" in str(path) else str(Path(path).expanduser().resolve())
-        self.keep, self.every, self.data = keep, every, data
+        self.keep, self.every, self.data, self.memory_every = keep, every, data, memory_every
+        self._memory = None if memory is None else Memory(self.path, memory)
         self._manager: Any = None
         self._lock: Lock | None = None
         self._facts: dict[str, Any] = {}
@@ -117,7 +134,7 @@ class Checkpoints:
     def save(
         self, n: int, state: Any, *, data: Any = None, force: bool = False, extra: Mapping[str, Any] | None = None
     ) -> bool:
-        """Save the state after batch ``n`` if a checkpoint is due; all processes must call it after every batch.
+        """Save the state after batch ``n`` if a checkpoint or a copy in memory is due; all processes call it after every batch.
 
         Args:
           n: the number of the last batch, from 0.
@@ -135,24 +152,45 @@ class Checkpoints:
           DigestError: the copies of an array on the devices differ; it is raised by the next call.
         """
         stop = self._stop.at(n)
-        if not (stop or force or (n + 1) % self.every == 0):
+        on_disk = stop or force or (n + 1) % self.every == 0
+        in_memory = self._memory is not None and (n + 1) % self.memory_every == 0
+        if not (on_disk or in_memory):
             return False
-        leaves, _ = by_name(state)
-        self._write(n, leaves, data if data is not None else self.data, extra)
+        saved = {path: _saved(path, x) for path, x in by_name(state)[0].items()}
+        facts = self._facts_of(n, data if data is not None else self.data, extra)
+        if in_memory and self._memory is not None:
+            self._open()
+            arrays = {path: x for path, (x, _) in saved.items() if x is not None}
+            self._memory.save(
+                self._run, n, arrays, {**facts, "leaves": {path: about for path, (_, about) in saved.items()}}
+            )
+        if on_disk:
+            self._write(n, saved, facts)
         if stop:
             self.wait()
         return stop
 
-    def _write(self, n: int, leaves: Mapping[str, Any], data: Any, extra: Mapping[str, Any] | None) -> None:
-        """Copy ``leaves`` (path → leaf) to the host, and start to write them and the metadata of step ``n``.
+    def memory_plan(self, like: Any) -> MemoryPlan:
+        """What a copy in memory takes: bytes that a device sends and a process stores. Nothing is copied.
 
-        The metadata is a JSON object with the shape, dtype, spec and digest of every leaf, the values of Python numbers, the
-        position of ``data``, and ``extra``. It is completed in the background: all processes add up the digests, and an array
-        with different copies ends the save.
+        Args:
+          like: the result of ``mp.init(…).abstract(key)``, or the state.
+
+        Raises:
+          CheckpointError: ``memory`` is not set.
+
+        Example:
+          >>> state = mp.init(create, mesh=mesh, layout="embed: data", dims=weights).abstract(jax.random.key(0))
+          >>> print(mp.Checkpoints("runs/a", memory="slice").memory_plan(state))
+          a copy in memory, on this host alone: a device sends 0 B, a process stores 16.0 kB
         """
-        saved = {path: _saved(path, x) for path, x in leaves.items()}
-        arrays = {path: x for path, (x, _) in saved.items() if x is not None}
-        facts = {
+        if self._memory is None:
+            raise CheckpointError("these checkpoints have no copies in memory", fixes=['memory="slice"'])
+        return memory_plan(by_name(like)[0], self._memory.axis)
+
+    def _facts_of(self, n: int, data: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The metadata of step ``n`` without that of its leaves: JSON values with the position of ``data``, and ``extra``."""
+        return {
             **self._facts,
             "format": FORMAT,
             "step": n,
@@ -163,6 +201,18 @@ class Checkpoints:
             "data": None if data is None else data.position_facts(n + 1),
             "extra": _json(dict(extra or {}), "extra"),
         }
+
+    def _write(self, n: int, saved: Mapping[str, tuple[Any, dict[str, Any]]], facts: dict[str, Any]) -> None:
+        """Copy arrays to the host, and start to write them and the metadata of step ``n``.
+
+        The metadata is a JSON object: ``facts``, and the shape, dtype, spec and digest of every leaf, with the values of Python
+        numbers. It is completed in the background: all processes add up the digests, and an array with different copies
+        ends the save.
+
+        Args:
+          saved: path → (array, metadata) as of :func:`_saved`.
+        """
+        arrays = {path: x for path, (x, _) in saved.items() if x is not None}
         manager = self._open()
         digests = Digests(arrays, copied=True)
 
@@ -181,7 +231,7 @@ class Checkpoints:
             }
             return {**facts, "check": _check(facts)}
 
-        names = stored_names(leaves)
+        names = stored_names(saved)
         tree = unflatten_dict({names[path]: x for path, x in arrays.items()}) or {_NOTHING: np.zeros(1, np.uint8)}
         ocp = orbax()
         items = {STATE: ocp.args.PyTreeSave(tree), FACTS: ocp.args.JsonSave(completed)}
@@ -229,7 +279,8 @@ class Checkpoints:
     def restore(
         self, like: Any, *, step: int | None = None, data: Any = None, partial: bool = False
     ) -> tuple[Any, int]:
-        """The saved state, in the shardings of ``like``; every array is compared with its saved digest.
+        """The saved state, in the shardings of ``like``; every array is compared with its saved digest. With ``memory``, the
+        newest copy in memory if it is not older than the newest checkpoint.
 
         Args:
           like: the result of ``mp.init(…).abstract(key)``, or arrays: they determine trees, shapes, dtypes and shardings.
@@ -255,6 +306,15 @@ class Checkpoints:
                     f"{self.path} has no checkpoint {step}", fixes=[f"it has {', '.join(map(str, steps)) or 'none'}"]
                 )
             steps = [step]
+        copy = None if step is not None else self._copy(steps)
+        if copy is not None:
+            try:
+                state = _state_of(copy, like, partial)
+            except CopyError as error:
+                warnings.warn(error.headline, CheckpointWarning, stacklevel=2)
+            else:
+                self._go_to(copy.facts, data)
+                return state, int(copy.facts["next"])
         if not steps:
             raise CheckpointError(
                 f"there is no checkpoint in {self.path}", fixes=["restore_or(init, …) creates a new state in this case"]
@@ -268,11 +328,21 @@ class Checkpoints:
                 what = self._rename_damaged(number, error.headline)
                 warnings.warn(f"{error.headline}; {what}", CheckpointWarning, stacklevel=2)
                 continue
-            source = data if data is not None else self.data
-            if source is not None and facts.get("data") is not None:
-                source.go_to(facts["data"])
+            self._go_to(facts, data)
             return state, int(facts["next"])
         raise self._only_damaged()
+
+    def _go_to(self, facts: Mapping[str, Any], data: Any) -> None:
+        """Set the position of ``data``, or of the data of all saves, to the one in the metadata."""
+        source = data if data is not None else self.data
+        if source is not None and facts.get("data") is not None:
+            source.go_to(facts["data"])
+
+    def _copy(self, steps: Sequence[int]) -> Copy | None:
+        """The newest copy in memory, if it is not older than the newest of ``steps``, which are on disk. All processes call it."""
+        run = None if self._memory is None else exchange("the run of the checkpoints", _run_of(self.path))[0]
+        copy = None if self._memory is None or run is None else self._memory.newest(run)
+        return None if copy is None or copy.step < max(steps, default=0) else copy
 
     def _only_damaged(self) -> CheckpointError:
         """The error of a folder in which no checkpoint can be restored, with the reason for each."""
@@ -301,7 +371,8 @@ class Checkpoints:
           MeshparError: as :meth:`restore`.
         """
         self.describe(init, *args)
-        if self.steps():
+        steps = self.steps()
+        if steps or self._copy(steps) is not None:
             return self.restore(init.abstract(*args), data=data)
         if exchange("list the damaged checkpoints", damaged_of(self.path))[0]:
             raise self._only_damaged()
@@ -340,6 +411,7 @@ class Checkpoints:
         """
         if self._manager is None:
             self._do(self._lock_folder)
+            self._run = str(exchange("the run of the checkpoints", self._memory and _run_of(self.path))[0])
             self._stream = f"checkpoints-{next(_streams)}"
             self._do(self._create_manager)
             _open.append(self)
@@ -353,6 +425,8 @@ class Checkpoints:
                 folder = _folder(self.path)
                 folder.mkdir(parents=True, exist_ok=True)
                 self._lock = self._lock or Lock(folder)
+                if self._memory is not None and _run_of(self.path) is None:
+                    (folder / RUN).write_text(uuid.uuid4().hex)
 
         _, mine, errors = _attempt(f"open {self.path}", lock)
         if mine is not None:
@@ -384,11 +458,16 @@ class Checkpoints:
             self._do(self._manager.wait_until_finished)
 
     def close(self) -> None:
-        """Wait for the files that are being written, and release the orbax manager, the lock and the signal handler.
+        """Wait for the files that are being written, and release the orbax manager, the lock and the signal handler; copies in
+        memory are deleted, since the run has ended.
 
         Raises:
           CheckpointError: the last checkpoint cannot be written.
         """
+        self._close(delete=True)
+
+    def _close(self, delete: bool) -> None:
+        """:meth:`close`; copies in memory remain unless ``delete`` is set."""
         self._stop.close()
         if self in _open:
             _open.remove(self)
@@ -396,6 +475,8 @@ class Checkpoints:
         try:
             if manager is not None:
                 self._do(manager.close)
+            if self._memory is not None:
+                self._memory.close(delete)
         finally:
             if lock is not None:
                 lock.close()
@@ -410,7 +491,7 @@ class Checkpoints:
             self._stop.close()  # to wait for processes that may have ended would hide the error
         else:
             try:
-                self.close()
+                self._close(delete=False)
             except CheckpointError as other:
                 error.add_note(str(other))
 
@@ -422,7 +503,7 @@ def _close_all() -> None:
     """Close the objects that the script left open; an error sets the exit status."""
     for run in list(_open):
         try:
-            run.close()
+            run._close(delete=False)
         except Exception:
             traceback.print_exc()
             atexit.register(_exit_with_error)
@@ -439,6 +520,13 @@ def _exit_with_error() -> None:
 
 
 # -- facts
+
+
+def _run_of(path: str) -> str | None:
+    """The name of the run that writes to a folder, which copies in memory have as well: those of another run, whose folder was
+    deleted or moved, are not taken."""
+    file = _folder(path) / RUN
+    return file.read_text() if file.exists() else None
 
 
 def _check(facts: Mapping[str, Any]) -> str:
@@ -623,6 +711,15 @@ def _is_proof(error: Exception) -> bool:
     return isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or bool(
         re.search(rf"\b({_PROOF})\b", str(error))
     )
+
+
+def _state_of(copy: Copy, like: Any, partial: bool) -> Any:
+    """The state of a copy in memory in the trees and shardings of ``like``; arguments and errors as of :func:`_read`."""
+    wanted, back = by_name(like)
+    saved = copy.facts["leaves"]
+    _compare("memory", copy.step, wanted, saved, partial)
+    arrays = copy.read({p: _target(x, p) for p, x in wanted.items() if p in copy.facts["stored"]})
+    return back({p: _restored(p, arrays.get(p), x, saved[p]) for p, x in wanted.items()})
 
 
 def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str, Any]]:

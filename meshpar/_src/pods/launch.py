@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import TargetError
-from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, LOSE, PROCESS, STUCK, TIMEOUT
+from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, LOSE, MEMORY, PROCESS, STUCK, TIMEOUT
+from .memory import host_memory
 from .rendezvous import ended_file
 from .watch import RESTARTABLE, USAGE
 
@@ -87,11 +88,11 @@ def launch(job: Job) -> int:
     _check(job)
     folder = job.logs or Path(tempfile.mkdtemp(prefix="meshpar-launch-"))
     count, left, attempt = job.processes, job.restarts, 0
-    with _stop_signals() as stop:
+    with _stop_signals() as stop, _memory_folders(job) as memory:
         while True:
             logs = folder / f"attempt-{attempt}"
             logs.mkdir(parents=True, exist_ok=True)
-            end = _attempt(job, count, attempt, logs, stop)
+            end = _attempt(job, count, attempt, logs, stop, memory)
             if stop:
                 _say(f"stopped by {signal.Signals(stop[-1]).name}; logs in {logs}")
                 return 128 + signal.SIGINT if stop[-1] == signal.SIGINT else RESTARTABLE
@@ -106,6 +107,8 @@ def launch(job: Job) -> int:
             if not again or after is None:
                 return end.status
             left -= not free
+            if job.slices > 1:
+                _lose_memory(memory, {p * len(memory) // count for p in end.lost}, after < count)
             count, attempt = after, attempt + 1
 
 
@@ -156,13 +159,32 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(s, handler)
 
 
-def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int]) -> _End:
+@contextlib.contextmanager
+def _memory_folders(job: Job) -> Iterator[list[Path]]:
+    """For each slice the folder of copies of states (``mp.Checkpoints(memory=)``) in the memory of its hosts, deleted at the
+    end."""
+    with tempfile.TemporaryDirectory(prefix="meshpar-memory-", dir=host_memory(), ignore_cleanup_errors=True) as root:
+        yield [Path(root, f"slice-{k}") for k in range(job.slices)]
+
+
+def _lose_memory(memory: list[Path], lost: set[int], fewer: bool) -> None:
+    """Delete the folders of lost slices, as their hosts are lost; each is removed from the list, or replaced by a new one."""
+    for k in sorted(lost, reverse=True):
+        shutil.rmtree(memory[k], ignore_errors=True)
+        new = memory[k].with_name(f"{memory[k].name}-new")
+        memory[k : k + 1] = [] if fewer else [new]
+
+
+def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int], memory: Sequence[Path]) -> _End:
     """Start ``count`` processes, wait until all have ended, and return how the attempt ended.
 
     After the first failure, or ``job.grace`` seconds after a signal to stop, the processes that still run are killed.
-    ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received.
+    ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received, ``memory`` the folder of each slice.
     """
-    running = {p: _start(job, count, attempt, p, logs, port) for port in (_free_port(),) for p in range(count)}
+    settings = {MEMORY: [str(memory[p * len(memory) // count]) for p in range(count)]}
+    running = {
+        p: _start(job, count, attempt, p, logs, port, settings) for port in (_free_port(),) for p in range(count)
+    }
     codes: dict[int, int] = {}  # process → exit code, in the order of the ends
     lost: list[int] = []  # killed, and not by this
     kill_at = float("inf")
@@ -225,12 +247,15 @@ def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
     return _End(code, f"process {p} ended with exit status {code}", p, [p] if code == RESTARTABLE else [])
 
 
-def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int) -> subprocess.Popen[bytes]:
+def _start(
+    job: Job, count: int, attempt: int, p: int, logs: Path, port: int, settings: Mapping[str, Sequence[str]]
+) -> subprocess.Popen[bytes]:
     """Start process ``p`` of ``count``, with its settings in the environment and its output in
-    ``logs/process-<p>.log``."""
+    ``logs/process-<p>.log``; ``settings``: variable → its text for each process."""
     group = {PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": str(attempt)}
     limits = {TIMEOUT: str(job.timeout), STUCK: str(job.stuck)}
     env = {**os.environ, **group, **limits, CAUSES: str(logs), "PYTHONUNBUFFERED": "1"}
+    env.update((name, of[p]) for name, of in settings.items())
     env.pop(LOSE, None)
     if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:
         env[LOSE] = str(job.lose[1])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from jax.extend.core import Literal
 
 from ..caches import LRUCache
 from ..compat.jax import bound_axis_names, has_user_line, module_of, on_host, package_line, source_line
+from ..compat.loops import operands_of_bodies
 from ..dims import SPELLING_SIMILARITY, Dims, near
 from ..rules import primitive
 from ..rules.rule import OpRule
@@ -130,9 +131,14 @@ class Op:
 
     @property
     def module(self) -> str:
-        """The path of the Flax modules and named scopes that the op is in, ``ViT/encoder/layer_0/attention``; "" without any."""
+        """The path of the Flax modules and named scopes that the op is in, ``ViT/encoder/layer_0/attention``. Without any, as in
+        Flax NNX, that of the argument that a matmul reads, ``blocks/0/up`` of ``model/blocks/0/up/kernel``; "" without either."""
         parent = self.frame.parent
-        return "/".join(filter(None, ("" if parent is None else parent.module, module_of(self.eqn))))
+        scopes = "/".join(filter(None, ("" if parent is None else parent.module, module_of(self.eqn))))
+        if scopes or not self.primitive.matmul:
+            return scopes
+        paths = (_argument_of(v, self.frame).split("/")[1:-1] for v in self.ins if v is not None)
+        return next(filter(None, ("/".join(part for part in path if part != "params") for path in paths)), "")
 
     @property
     def package_line(self) -> str:
@@ -229,6 +235,24 @@ class Frame:
             for frame in op.frames:
                 yield from frame.walk_counted(count * (1 if frame.trip_count is None else frame.trip_count))
             yield op, count
+
+
+def _argument_of(value: Value, frame: Frame) -> str:
+    """The path of the argument that a value in a frame is, or of which it is a slice, cast or transpose; "": it is none."""
+    while value.path is None or value.op is not None:
+        operands: Sequence[Value | None] = ()
+        if value.op is not None:
+            operands, frame = (
+                ([v for v in value.op.ins if v is not None], value.op.frame) if not value.op.frames else ((), frame)
+            )
+        elif frame.parent is not None and value in (inner := frame.ins()):
+            bodies = operands_of_bodies(frame.parent.eqn, frame.parent.ins)
+            operands = [bodies[frame.parent.frames.index(frame)][inner.index(value)]]
+            frame = frame.parent.frame
+        if len(operands) != 1 or operands[0] is None:
+            return ""
+        value = operands[0]
+    return value.path
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,8 @@ def patterns_of(program: Program) -> dict[str, str]:
     """The inferred names of a program as tree-path patterns → dims, as ``dims=`` takes them.
 
     Each array has the shortest pattern whose matches all have its dims; optimizer state, which has the dims of its parameter, may
-    match as well.
+    match as well. Patterns begin with ``*/`` where they can, so that they fit the initializer of the state too, whose results have
+    no name of an argument.
     """
     texts = {path: " ".join(vote.name if vote else "_" for vote in dims) for path, dims in program.inferred.items()}
     others = [v.path or "" for v in program.inputs if v.path not in texts and v.kind != "opt"]  # scalars, equal paths
@@ -26,7 +27,7 @@ def patterns_of(program: Program) -> dict[str, str]:
     for path, text in texts.items():
         if path in covered or not text.replace("_", "").strip():
             continue
-        for pattern in (*(end for end in _ends(path) if by_end[end] == {text}), path):
+        for pattern in (*(end for end in _ends(path) if by_end[end] == {text}), *_ends(path, numbers=True)):
             matches = {p for p in texts if path_matches(pattern, p)}
             only = not any(path_matches(pattern, p) for p in others)
             if path in matches and only and all(texts[p] == text for p in matches):
@@ -36,7 +37,8 @@ def patterns_of(program: Program) -> dict[str, str]:
     return found
 
 
-def _ends(path: str) -> list[str]:
-    """``a/b_3/c`` → ``*/c``, ``*/b_*/c``, ``a/b_*/c``: the patterns of the last components, with ``*`` for numbers."""
-    parts = re.sub(r"\d+", "*", path).split("/")
+def _ends(path: str, numbers: bool = False) -> list[str]:
+    """``a/b_3/c`` → ``*/c``, ``*/b_*/c``, ``a/b_*/c``: the patterns of the last components, with ``*`` for numbers, which
+    ``numbers`` keeps."""
+    parts = (path if numbers else re.sub(r"\d+", "*", path)).split("/")
     return [*("/".join(("*", *parts[-k:])) for k in range(1, len(parts))), "/".join(parts)]

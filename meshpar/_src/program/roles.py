@@ -1,6 +1,7 @@
 """The parameters of a step: the arrays whose new value is the old one plus an update that reads optimizer state.
 
-Optimizer state is declared, by its type or its name. Parameters follow from the program, whatever their name or container.
+Optimizer state is declared, by its type or its name, or follows from the program (:func:`unread_state`). Parameters follow from the
+program, whatever their name or container.
 """
 
 from __future__ import annotations
@@ -133,12 +134,15 @@ def _nearest(flow: Flow, value: Value, results: set[Value]) -> Value | None:
 
 
 def name_parameters(program: Program) -> None:
-    """Set the kind of parameters, and of their new values, to ``params``.
+    """Set the kind of undeclared optimizer state to ``opt``, the kind of parameters to ``params``; new values have the kind too.
 
     A parameter has a new value (:func:`new_values`) that is elementwise in optimizer state. An input without a new value may be a
     copy of a parameter in another dtype: the new value is then a result of its shape and dtype that is elementwise in that of the
     parameter.
     """
+    for old, value in unread_state(program).items():
+        old.kind = old.kind or "opt"
+        value.kind = value.kind or old.kind
     state = [v for v in program.inputs if v.kind == "opt" and v.shape]
     if not state:
         return
@@ -158,18 +162,28 @@ def name_parameters(program: Program) -> None:
         value.kind = value.kind or "params"
 
 
-def unread_state(program: Program) -> list[Value]:
-    """Inputs that are updated with parameters, and are neither read by the model nor declared as optimizer state.
+def unread_state(program: Program) -> dict[Value, Value]:
+    """Inputs that are updated with parameters, and neither read by the model nor declared as optimizer state → their new values.
 
     Only elementwise ops read them, for their own new value or for a parameter's: hand-written momentum, moving averages of
-    weights, float32 copies.
+    weights, float32 copies. One without a kind has the shape of a parameter, and the last component of its path, unless the
+    parameter is declared: positions and velocities of a simulation, ``x`` and ``v``, are no weights with their momentum.
     """
     flow = program.cached(elementwise_flow)
     if not flow.others:
-        return []  # no model reads anything: an update alone
+        return {}  # no model reads anything: an update alone
     new = new_values(program)
     read = {v for ins, _ in flow.others for v in ins}
     unread = [v for v, result in new.items() if read.isdisjoint(flow.after([v], without=result))]
-    params = {result for v, result in new.items() if v not in unread}
+    updated = {v: result for v, result in new.items() if v not in unread}
+    params = set(updated.values())
     of_params = flow.after(params)
-    return [v for v in unread if v.kind or new[v] in of_params or params & flow.after([v])]
+    declared = {v.shape for v in updated if v.kind}
+    named = {(v.shape, name) for v in updated if (name := _name_in_tree(v))}
+    alike = {v for v in unread if v.shape in declared or (v.shape, _name_in_tree(v)) in named}
+    return {v: new[v] for v in unread if v.kind or (v in alike and (new[v] in of_params or params & flow.after([v])))}
+
+
+def _name_in_tree(value: Value) -> str:
+    """The last component of the path of an array; empty: it is an argument on its own."""
+    return (value.path or "").partition("/")[2].rpartition("/")[2]

@@ -10,16 +10,15 @@ from html import escape
 from rich.text import Text
 
 from ..cost.buffer_roles import ROLES
-from ..cost.memory import GATHERED
 from .facts import DimAxes, dims_text
 from .tables import Cell
 
 PALETTE = ("#4a90e2", "#d9782d", "#27a17a", "#d0578f", "#8f74e0", "#a08c1e")
 """Legible on light and dark backgrounds, in the order of the classes ``c0``, ``c1``, … of pages; further axes reuse them."""
 
-ROLE_PALETTE = ("#0f7c8a", "#63b3bd", "#8a6450", "#c39a6b", "#94a1ae", "#6f8558", "#b3c19b", "#7480b0")
-"""Of the roles of memory, in the order of :data:`cost.buffer_roles.ROLES` and of gathered buffers: classes ``m0``, … of pages."""
-ROLE_CLASSES = {role: f"m{k}" for k, role in enumerate((*ROLES, GATHERED))}
+ROLE_PALETTE = ("#0f7c8a", "#63b3bd", "#8a6450", "#c39a6b", "#94a1ae", "#6f8558", "#b3c19b")
+"""Of the roles of memory, in the order of :data:`cost.buffer_roles.ROLES`: classes ``m0``, … of pages."""
+ROLE_CLASSES = {role: f"m{k}" for k, role in enumerate(ROLES)}
 ROLE_STYLES = dict(zip(ROLE_CLASSES, ROLE_PALETTE, strict=True))
 """Role of memory → CSS class, and rich style."""
 
@@ -79,7 +78,7 @@ class AxisColours:
 
     def layout(self, layout: str) -> Text:
         """The text of a layout, or a text with `rules` and `axes` in it, with coloured axes."""
-        return self._coloured(layout, r"(?<=[\s+`]){}(?=\s*(?:[+;`]|$))")
+        return self._coloured(layout, r"(?<=[\s+`]){}(?=\s*(?:[+;`(]|$))")
 
     def _chip(self, text: str, axes: Sequence[str]) -> str:
         """A label of a page in the colour of the first of some axes; without axes in the text's."""

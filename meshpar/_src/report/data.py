@@ -16,7 +16,7 @@ from ..units import format_seconds
 from .colours import ROLE_CLASSES, AxisColours
 from .facts import argument_dims, location_of_op, title
 from .tables import html_picture
-from .timeline import COMPUTE, LOOP, kernel_phases, timeline
+from .timeline import COMPUTE, LOOP, kernel_phases, step_bounds, timeline
 
 
 def shards_place(plan: Plan, colours: AxisColours, h: ShardedArray | None = None) -> str:
@@ -51,8 +51,9 @@ def plan_json(plan: Plan) -> str:
                 "estimate": plan.lowering == "jit",
             },
             **{name: [record.to_dict() for record in getattr(plan, name)] for name in records},
+            "donated": [plan.inputs[i].path for i in sorted(plan.donated)],
             "memory": memory_of(plan).to_dict(),
-            "time": None if time is None else time.to_dict(),
+            "time": None if time is None else {**time.to_dict(), "bounds": dict(step_bounds(plan))},
             "decoding": None if decoding is None else decoding.to_dict(),
             "overlap": [o.to_dict() for o in plan.overlaps],
             "options": plan.options.to_dict(),
@@ -91,7 +92,7 @@ def memory_picture(plan: Plan) -> str:
     ]
     capacity = None if plan.chip is None else plan.chip.per_device().hbm
     data = {"roles": [[role, ROLE_CLASSES[role]] for role in roles], "points": points, "capacity": capacity}
-    return html_picture("drawMemory", "live bytes over the ops of a step", data)
+    return html_picture("drawMemory", "live bytes over the kernels of a step", data)
 
 
 def roofline_picture(plan: Plan) -> str:

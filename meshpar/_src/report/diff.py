@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -29,7 +30,8 @@ from .facts import (
     lowering_text,
     rule_effects,
 )
-from .tables import Cell, Table, code, hanging, html_picture, number
+from .tables import Cell, Table, code, hanging, html_picture, number, prose
+from .timeline import MIN_SHARE, step_bounds
 from .torus import torus_picture
 
 MAX_ROWS = 12
@@ -126,8 +128,9 @@ class PlanDiff(Document):
 
     @property
     def verdict(self) -> str:
-        """Which plan fits, and which step is shorter, with the part of the step that differs most, as a sentence."""
-        texts = [f"{name} does not fit" for name, p in (("a", self.a), ("b", self.b)) if facts.fits(p) is False]
+        """What differs besides the layout, which plan fits, and which step is shorter, with the differences of its parts, which add
+        up to the difference of the step."""
+        texts = [*self._targets, *(f"{k} does not fit" for k in "ab" if facts.fits(getattr(self, k)) is False)]
         a, b = time_of(self.a), time_of(self.b)
         if a is None or b is None or not a.seconds:
             sent = Metric("", self.a.bytes_sent, self.b.bytes_sent, "bytes")
@@ -135,15 +138,26 @@ class PlanDiff(Document):
         more = b.seconds / a.seconds - 1
         if abs(more) < MIN_DIFFERENCE:
             return "; ".join([*texts, f"b takes as long as a, {format_seconds(b.seconds)} a step"])
-        parts = {"matmuls": b.compute - a.compute, "memory traffic": b.memory - a.memory}
-        for plan, sign in ((self.a, -1), (self.b, 1)):
-            for c in plan.collectives:
-                name = f"communication over `{'+'.join(c.axes)}`"
-                parts[name] = parts.get(name, 0.0) + sign * c.total_seconds
-        name, seconds = (max if more > 0 else min)(parts.items(), key=lambda part: part[1])
+        parts = dict.fromkeys(name for plan in (self.a, self.b) for name, _ in step_bounds(plan))
+        before, after = dict(step_bounds(self.a)), dict(step_bounds(self.b))
+        differences = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in parts}
+        large = {name: n for name, n in differences.items() if abs(n) >= MIN_SHARE * abs(b.seconds - a.seconds)}
+        rest = sum(differences.values()) - sum(large.values())
+        why = [f"{name} {_signed(n)}" for name, n in sorted(large.items(), key=lambda part: -abs(part[1]))]
+        why += [f"other parts {_signed(rest)}"] * (len(large) < len(differences))
         much = f"{100 * abs(more):.0f} %" if more < 1 else f"{1 + more:.1f} ×"
-        why = f": {'+' if seconds > 0 else '−'}{format_seconds(abs(seconds))} {name}" if seconds * more > 0 else ""
-        return "; ".join([*texts, f"b is {much} {'slower' if more > 0 else 'faster'}{why}"])
+        longer = f"b is {much} {'slower' if more > 0 else 'faster'}, {_signed(b.seconds - a.seconds)} a step"
+        return "; ".join([*texts, f"{longer}: {', '.join(why)}"])
+
+    @property
+    def _targets(self) -> list[str]:
+        """What differs between the plans besides mesh, layout and options: programs, the shapes of their arguments, chips."""
+        a, b = self.a, self.b
+        names, chips = [facts.title(p) for p in (a, b)], [p.topology or "no chip" for p in (a, b)]
+        shapes = [{h.path: (h.shape, h.dtype) for h in p.inputs} for p in (a, b)]
+        texts = [f"two programs, a: {names[0]}, b: {names[1]}"] * (names[0] != names[1])
+        texts += ["the arguments have different shapes"] * (shapes[0] != shapes[1])
+        return texts + [f"different devices, a: {chips[0]}, b: {chips[1]}"] * (chips[0] != chips[1])
 
     def _title(self) -> str:
         return f"{self.a.layout} | {self.b.layout}"
@@ -162,6 +176,11 @@ class PlanDiff(Document):
         for table in differences:
             parts += [Text(), table.terminal(MAX_ROWS)]
         return Group(*parts, *([] if differences else [Text(), Text("the same plan")]))
+
+
+def _signed(seconds: float) -> str:
+    """``+3.2 ms``, ``−3.2 ms``."""
+    return f"{'−' if seconds < 0 else '+'}{format_seconds(abs(seconds))}".replace(" ", "\u00a0")
 
 
 def _metrics(a: Plan, b: Plan) -> Iterator[Metric]:
@@ -233,15 +252,14 @@ def time_comparison(d: PlanDiff, most: int = 4) -> str:
         more = after - before
         if abs(more) > 1e-4 * (a.seconds + b.seconds):
             rule = f"{colours.axes(axes).markup} <code>{escape(name)}</code>" if axes else ""
-            sign, css = ("+", "up") if more > 0 else ("−", "down")
             numbers = [number(format_seconds(n), n) for n in (before, after)]
             rows.append(
-                [Cell(name, markup=rule), *numbers, number(f"{sign}{format_seconds(abs(more))}", more, css=css)]
+                [Cell(name, markup=rule), *numbers, number(_signed(more), more, css="up" if more > 0 else "down")]
             )
     rows.sort(key=lambda row: -abs(row[3].value or 0.0))
     table = Table([("part of the step", ""), ("pinned", "n"), ("this plan", "n"), ("difference", "n")], rows)
     about = '<p class="dim">The parts overlap: their differences need not add up to the difference of the step.</p>'
-    causes = "".join(f"<li>{format_seconds(s)}: {escape(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
+    causes = "".join(f"<li>{format_seconds(s)}: {prose(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
     return (about + table.html() if rows else "") + (
         f"<h3>takes longer in {'this' if longer > 0 else 'the pinned'} plan</h3><ul>{causes}</ul>" if causes else ""
     )
@@ -327,6 +345,17 @@ def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
     ]
 
 
+def _moved_bytes(*sides: tuple[Plan, ShardedArray]) -> float:
+    """The bytes of an argument that a device stores under one of two plans alone. The shards of a device under both have
+    ``global bytes / number of shards`` in common, where each dim is split by the axes of either plan."""
+    (_, x), (_, y) = sides
+    if x.shape != y.shape:
+        return abs(x.bytes - y.bytes)
+    split = [[{(a, p.sizes[a]) for a in axes} for _, axes in h.split] for p, h in sides]
+    shards = math.prod(n for a, b in zip(*split, strict=True) for _, n in a | b)
+    return x.bytes + y.bytes - 2 * facts.global_bytes(x) / shards
+
+
 def _bars(d: PlanDiff) -> str:
     """The step times and the peaks of both plans as bars with their parts."""
     sides = []
@@ -340,13 +369,15 @@ def _bars(d: PlanDiff) -> str:
 
 
 def _drawings(d: PlanDiff, colours: AxisColours) -> str:
-    """The argument whose bytes differ most, on both meshes; and both placements on the chips, if they differ."""
+    """The argument of which most bytes are on other devices, on both meshes; and both placements on the chips, if they differ."""
     pairs: list[tuple[str, list[str]]] = []
     sides = [(plan, _by_path(plan)) for plan in (d.a, d.b)]
     common = [row for row in d.tensors if all(row[0] in of for _, of in sides)]
     if common:
-        path, *_ = max(common, key=lambda row: abs(row[3] - row[4]))
-        pairs.append(("The argument that differs most", [shards_place(p, colours, of[path]) for p, of in sides]))
+        path, *_ = max(common, key=lambda row: _moved_bytes(*((plan, of[row[0]]) for plan, of in sides)))
+        pairs.append(
+            ("The argument whose layout changes most bytes", [shards_place(p, colours, of[path]) for p, of in sides])
+        )
     if d.a.topology == d.b.topology and d.a.torus != d.b.torus:
         pairs.append(("Axes on the chips", [torus_picture(p, colours) for p, _ in sides]))
     return "".join(

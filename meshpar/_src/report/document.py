@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
-import shutil
 import sys
 from collections.abc import Callable
 from html import escape
@@ -12,12 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from ...errors import UnsupportedError
-
-PLAIN_WIDTH = 120
-"""Columns of a report that no terminal shows."""
+from ..console import PLAIN_WIDTH, columns, has_colours, made_console
 
 
 class Document:
@@ -68,20 +62,14 @@ class Document:
 
 
 def shown_text(shown: Any) -> str:
-    """A rich renderable as text for standard output: at a terminal's width and in colour, else plain text of 120 columns.
-
-    ``FORCE_COLOR`` and ``NO_COLOR`` decide about colour if they are set.
-    """
-    terminal = sys.stdout.isatty()
-    forced, refused = bool(os.environ.get("FORCE_COLOR")), bool(os.environ.get("NO_COLOR"))
-    width = shutil.get_terminal_size().columns if terminal else PLAIN_WIDTH
-    return plain(shown, width, colour=(terminal or forced) and not refused)
+    """A rich renderable as text for standard output, with its width and colours (:mod:`console`)."""
+    return plain(shown, columns(sys.stdout), has_colours(sys.stdout))
 
 
 def plain(shown: Any, width: int = PLAIN_WIDTH, colour: bool = False) -> str:
     """A rich renderable as text of at most ``width`` columns, with escape sequences for colours if ``colour``."""
     out = io.StringIO()
-    Console(file=out, width=width, no_color=not colour, force_terminal=colour, highlight=False).print(shown)
+    made_console(out, width, colour).print(shown)
     return "\n".join(line.rstrip() for line in out.getvalue().rstrip("\n").split("\n"))
 
 

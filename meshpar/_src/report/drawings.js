@@ -211,7 +211,7 @@ function layerNodes({ inputs, weights, steps, dims }) {
     const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
     const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
     return {
-      name: (node.ops.length && (common < 0 ? "" : path.slice(common).at(-1))) || main?.op || "", part: node.ops.length > 0,
+      name: (node.ops.length && (common < 0 ? "" : path.slice(common).at(-1))) || (!node.path && (main?.op !== "add" || node.weights.size) && main?.title) || main?.op || "", part: node.ops.length > 0,
       about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : "", gates: node.sends.map(gate),
       weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
       sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),
@@ -246,7 +246,9 @@ function layerPicture(place, nodes) {
   const dimLines = (lines, x, y, anchor) => lines.map((line, k) => {
     const text = make("text", { x, y: y + LINE * k, "font-size": 10, "font-family": FONT, "text-anchor": anchor, class: "dims" });
     line.forEach((word, i) => text.append(make("tspan", { fill: word.c === "cn" ? "var(--dim)" : ink(word.c), "font-weight": word.c === "cn" ? 400 : 700 }, (i ? " " : "") + word.text)));
-    return text;
+    if (anchor !== "middle") return text;
+    const length = (line.map((word) => word.text).join(" ").length + 1) * CHAR; // over a wire, which is not to be seen between its words
+    return make("g", {}, make("rect", { x: x - length / 2, y: y + LINE * k - 10, width: length, height: LINE, fill: "var(--page)" }), text);
   });
   function pill(gate, x, y, width) {
     const fill = ink(gate.colour), lit = gate.hidden ? `color-mix(in srgb, ${fill} 30%, var(--page))` : fill;
@@ -366,4 +368,37 @@ function drawBars(place, sides) {
   place.prepend(...bars("step", secondsText, seconds), ...bars("peak memory of a device", memoryText, (side) => side.memory),
     make("div", { class: "key" }, ...[...kinds].map(([css, name]) => make("span", { class: css }, make("i", {}), name))));
   return () => {};
+}
+
+/** The days of runs as bars with their parts; and the share of time that is not productive by the time between saves, with a dot at the chosen time. */
+function drawRuns(place, { kinds, rows }) {
+  const total = ({ parts }) => parts.reduce((a, b) => a + b, 0), days = (n) => `${Number(n.toPrecision(3))} days`;
+  const longest = Math.max(...rows.map(total)), view = make("div", {});
+  const bars = rows.map((row) => make("div", {}, make("span", {}, row.name),
+    make("span", { class: "track" }, ...row.parts.map((n, k) => make("i", { class: kinds[k][0], style: `width:${(100 * n) / longest}%`, title: `${kinds[k][1]}: ${days(n)}` }))),
+    make("span", { class: "n" }, days(total(row)))));
+  place.prepend(make("div", { class: "parts" }, ...bars),
+    make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name))), view);
+  const every = rows.flatMap((row) => row.curve.map(([x]) => x));
+  const xs = [Math.min(...every), Math.max(...every)], top = Math.min(1, 4 * Math.max(...rows.map(({ best }) => best[1]))) || 1;
+  const ticks = [[1, "s", 60], [60, "min", 3600], [3600, "h", 86400], [86400, "d", Infinity]].flatMap(([scale, unit, below]) =>
+    [1, 3, 10, 30].map((k) => [k * scale, `${k} ${unit}`]).filter(([x]) => x < below && x >= xs[0] && x <= xs[1]));
+  const step = roundStep(top / 4), percent = (y, digits = 2) => `${Number((100 * y).toPrecision(digits))} %`;
+  return () => {
+    const width = Math.min(place.clientWidth || 800, 760), height = 260, [l, r, t, b] = [width < 480 ? 44 : 66, width - 8, 22, height - 34];
+    const X = (x) => l + ((r - l) * Math.log(x / xs[0])) / (Math.log(xs[1] / xs[0]) || 1), Y = (y) => b - ((b - t) * y) / top;
+    const text = (x, y, string, more = {}) => make("text", { x, y, "font-size": 11, fill: "var(--dim)", ...more }, string);
+    const levels = Array.from({ length: 9 }, (_, k) => k * step).filter((y) => y <= top);
+    const lines = rows.flatMap(({ name, curve, best }, k) => {
+      const colour = `var(--a${k % 6})`, path = curve.filter(([, y]) => y <= top).map(([x, y], i) => `${i ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`).join("");
+      const label = `${name}: ${percent(best[1])} at the chosen time`;
+      return [make("path", { d: path, fill: "none", stroke: colour, "stroke-width": 1.5 }),
+        make("circle", { cx: X(best[0]), cy: Y(best[1]), r: 4.5, fill: colour, role: "img", "aria-label": label }, make("title", {}, label)),
+        make("circle", { cx: l + 12, cy: t + 8 + 16 * k, r: 4.5, fill: colour }), text(l + 22, t + 12 + 16 * k, label, { fill: "var(--ink)" })];
+    });
+    view.replaceChildren(make("svg", { class: "roofline", viewBox: `0 0 ${width} ${height}`, style: `width:${width}px;height:${height}px`, role: "group", "aria-label": place.dataset.label },
+      ...ticks.filter((_, k) => width >= 480 || k % 2).flatMap(([x, name]) => [make("line", { x1: X(x), x2: X(x), y1: t, y2: b, class: "grid" }), text(X(x), b + 14, name, { "text-anchor": "middle" })]),
+      ...levels.flatMap((y) => [make("line", { x1: l, x2: r, y1: Y(y), y2: Y(y), class: "grid" }), text(l - 6, Y(y) + 4, percent(y), { "text-anchor": "end" })]),
+      ...lines, text(l - 40, 12, "not productive"), text(r, height - 4, "time between saves", { "text-anchor": "end" })));
+  };
 }

@@ -37,6 +37,8 @@ MIN_PADDING_SHARE = 0.01
 MIN_LARGE_SHARE = 0.05
 """Fraction of the peak memory of the smallest array that is reported by name; :data:`MAX_LARGE` are at most."""
 MAX_LARGE = 3
+MEASURED_GPU_STEPS = (1.14, 1.18)
+"""Smallest and largest ratio of the measured to the planned time of train steps; source: ``benchmarks/results/device.md``."""
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -50,10 +52,10 @@ def title(plan: Plan) -> str:
 
 
 def layout_text(plan: Plan) -> str:
-    """The layout of a plan as the user wrote it, or with the rules that the plan adds for Flax metadata; ``(nothing sharded)``
-    for an empty one."""
+    """The layout of a plan as the user wrote it, or with the rules that the plan adds for Flax metadata, and whether it is
+    resolved by cost; ``(nothing sharded)`` for an empty one."""
     given = plan.requested_layout.given if plan.layout.rules == plan.requested_layout.rules else ""
-    return given or str(plan.layout) or UNSHARDED
+    return (given or str(plan.layout) or UNSHARDED) + plan.layout.by_cost
 
 
 def lowering_text(plan: Plan) -> str:
@@ -78,6 +80,21 @@ def time_bounds(time: Time) -> str:
     """The two bounds of a step's estimate, as text."""
     ends = format_seconds(time.overlapped), format_seconds(time.serial)
     return f"{ends[0]} if everything overlaps, {ends[1]} if nothing overlaps"
+
+
+def parts_text(time: Time) -> str:
+    """The parts of a step if nothing overlaps, longest first: ``communication 212 ms, matmuls 80.9 ms, memory traffic 50.8 ms``."""
+    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector}
+    parts |= {"communication": time.communication, "copies to and from the host": time.to_host + time.to_device}
+    return ", ".join(f"{k} {format_seconds(v)}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
+
+
+def accuracy_text(plan: Plan) -> str:
+    """The measured times of GPU steps relative to their plans; "" for other chips, and for calibrated ones."""
+    if plan.chip is None or not plan.chip.switch or plan.chip.calibration:
+        return ""
+    low, high = MEASURED_GPU_STEPS
+    return f"steps that were measured on one H200 took {low} to {high} times as long as planned"
 
 
 def largest_text(plan: Plan) -> str:
@@ -226,14 +243,16 @@ def argument_groups(
 ) -> Iterator[tuple[str, ArgumentGroup, list[ArgumentGroup]]]:
     """(label of a kind, all of its arguments, those with equal keys as groups, largest first), for parameters, optimizer state, ….
 
-    Constants that the function closes over are a kind of their own.
+    Constants that the function closes over are a kind of their own. The label says whether all or some of its arrays are donated.
     """
     for kind, label in KINDS.items():
+        donated = [i in plan.donated for i, h in enumerate(plan.inputs) if h.kind == kind]
         members = [h for h in (*plan.inputs, *plan.constants) if h.kind == kind]
         if members:
             groups = [ArgumentGroup(tuple(g)) for g in grouped(members, key)]
             ranked = sorted(groups, key=lambda g: -g.bytes)
-            yield label, ArgumentGroup(tuple(members)), ranked
+            how = " (some donated)" if any(donated) and not all(donated) else " (donated)" if any(donated) else ""
+            yield label + how, ArgumentGroup(tuple(members)), ranked
 
 
 def shape_text(dtype: str, shape: Iterable[int]) -> str:

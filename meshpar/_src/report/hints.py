@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..cost.donation import donatable
+from ..cost.kernel_time import kernel_times
+from ..cost.kernels import computation_of
 from ..cost.memory import memory_of, with_donated
+from ..cost.time import time_of
 from ..dims import format_dims
 from ..plan.causes import name_of
 from ..plan.collectives import Collective
@@ -15,8 +18,9 @@ from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
 from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
-from ..units import format_bytes, format_memory, with_article
-from .facts import fits, grouped
+from ..program.roles import elementwise_flow
+from ..units import format_bytes, format_memory, format_seconds, with_article
+from .facts import fits, grouped, kernels_of, location_of_op
 
 MAX_HINTS = 3
 MIN_SAVED_SHARE = 0.01
@@ -49,6 +53,35 @@ def memory_hints(plan: Plan) -> list[str]:
     if fits(plan) is False:
         hints += [_rule_hint(plan), _activations_hint(plan)]
     return [hint for hint in hints if hint]
+
+
+def attention_hint(plan: Plan) -> str | None:
+    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none.
+
+    Scores are the results of a batched matmul that are larger than its operands, and of which an exponential (the softmax) is
+    computed elementwise.
+    """
+    flow, time = plan.program.cached(elementwise_flow), time_of(plan)
+    exponentials = {v for op in plan.program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
+    made, scores = list[Op](), set[Value]()
+    for op in plan.program.root.walk():
+        if op.name != "dot_general" or op.primitive.matmul_dims is None:
+            continue
+        batch, *sides, contracted = op.primitive.matmul_dims(op.eqn, *(v.aval.shape for v in op.eqn.invars[:2]))
+        if batch > 1 and min(sides) > contracted and not exponentials.isdisjoint(flow.after(op.outs)):
+            made.append(op)
+            scores |= {v for v in flow.spread(op.outs, ()) if v.elements == op.outs[0].elements}
+    kernels = [k for k in kernels_of(computation_of(plan)) if any(b.value in scores for b in (*k.reads, *k.writes))]
+    stored = [b.bytes for k in kernels for b in k.writes if b.value in scores]
+    if not stored:
+        return None
+    took = sum(t.seconds * t.count for k in kernels if (t := kernel_times(plan).get(k)))
+    takes = f"; the kernels that read or write them take {format_seconds(took)} of the step" if time else ""
+    place = f"{'in' if made[0].module else 'at'} {location_of_op(made[0]) or '?'}"
+    return (
+        f"attention scores of {format_memory(max(stored))} are stored {place}{takes}. mp.layers.attention computes them in chunks, "
+        "which it does not store"
+    )
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:

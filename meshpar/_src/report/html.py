@@ -22,8 +22,8 @@ from .facts import RuleEffect
 from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
-from .tables import GROUP, Cell, Table, code, html_picture, key, number
-from .timeline import step_bounds, step_shares
+from .tables import GROUP, Cell, Table, code, html_picture, key, number, prose
+from .timeline import slowest_kernel, step_bounds, step_shares
 from .torus import TORUS, torus_picture
 
 MAX_OPEN_COLLECTIVES = 12
@@ -33,16 +33,18 @@ NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. A collective over several axes has the colour of the first."
 PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
 RULES = (
-    "Rules in order: an axis goes to the first rule whose dim is present. Point at a rule to highlight the arguments that "
+    "Rules in order: an axis goes to the first rule whose dim is present{}. Point at a rule to highlight the arguments that "
     "it shards."
 )
+BY_COST = "; among the dims of an op, to the one with which the op sends the fewest bytes"
 COLLECTIVES = "By the rule that causes them. Bytes are sent by each device. Click a heading to sort."
 TIMELINE = (
     "Kernels wait for exposed communication; hidden communication (paler) overlaps with them. A loop with narrow iterations is one "
     "box, as high as the lane is busy. Drag, or use the buttons or the keys + − 0, to zoom; point at a box for its line."
 )
 MEMORY = (
-    "Live bytes after each op of a step, by kind; each loop body once. Point at it, or press the arrow keys, for an op."
+    "Live bytes after each kernel of a step, by kind. The horizontal axis is the order of the kernels, not time: each has the same "
+    "width, and the body of a loop is shown once. Point at it, or press the arrow keys, for a kernel."
 )
 ROOFLINE = "FLOP/s of the estimate, recomputation included; for the step, waiting included. Larger circles take more of the step."
 """The content of the sections of a page."""
@@ -76,7 +78,7 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Pipeline", pipelines_html(plan), PIPELINE),
         ("Memory per device", memory_curve(plan), MEMORY),
         ("Roofline", roofline_picture(plan), ROOFLINE),
-        ("Rules", rules_table(plan, colours), RULES),
+        ("Rules", rules_table(plan, colours), RULES.format(BY_COST * bool(plan.layout.by_cost))),
         ("Layer", layer_picture(plan, colours), LAYER),
         ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
@@ -91,7 +93,7 @@ def plan_cell(plan: Plan) -> str:
     """The plan for a notebook: metrics, rules, the largest collectives; no script."""
     colours = AxisColours(plan.sizes)
     rules = rules_table(plan, colours)
-    collectives = collectives_table(plan, plan.collectives, colours, most=6, sortable=False)
+    collectives = collectives_table(plan.collectives, colours, timed=plan.chip is not None, most=6, sortable=False)
     return cell(f"{_head(plan)}{cards(plan)}{rules}{collectives}")
 
 
@@ -165,7 +167,12 @@ def cards(plan: Plan) -> str:
     if copies := facts.host_copies(plan):
         shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", escape(copies)))
     if time is not None:
-        below = (facts.time_bounds(time), facts.blocking_collectives(plan), facts.calibration_text(plan))
+        below = (
+            facts.time_bounds(time),
+            facts.blocking_collectives(plan),
+            facts.calibration_text(plan),
+            facts.accuracy_text(plan),
+        )
         about = escape("; ".join(filter(None, below)))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
         bound = f"bound by {escape(step_bounds(plan)[0][0])}" if time.seconds else ""
@@ -210,7 +217,8 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
-    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds)
+    slowest = f'<p class="dim">Slowest kernel: {escape(slowest_kernel(plan))}.</p>'
+    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds) + slowest
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
@@ -304,21 +312,21 @@ def collectives_by_rule(plan: Plan, colours: AxisColours, most: int | None = Non
             out += (
                 f'<details class="of-rule" id="sent-{k}" data-rule="{k}"{opened}><summary>{_rule(e, colours)} '
                 f'<span class="n">{total}{took}, {calls} calls</span></summary>'
-                f"{collectives_table(plan, e.collectives.members, colours, most)}</details>"
+                f"{collectives_table(e.collectives.members, colours, plan.chip is not None, most)}</details>"
             )
     return f'<div class="by-rule">{out}</div>' if out else NOTHING_SENT
 
 
 def collectives_table(
-    plan: Plan, of: Sequence[Collective], colours: AxisColours, most: int | None = None, sortable: bool = True
+    of: Sequence[Collective], colours: AxisColours, timed: bool, most: int | None = None, sortable: bool = True
 ) -> str:
     """Some collectives, in the order of :func:`collective_groups`; those that are alike in everything shown are one row.
 
     Args:
+      timed: they have seconds.
       most: number of rows; None: all.
       sortable: headings sort the rows.
     """
-    timed = plan.chip is not None
 
     def alike(c: Collective) -> Hashable:
         return c.op, c.axes, c.dims, c.dtype, c.bytes, c.explanation, facts.location_of_op(c.origin)
@@ -327,7 +335,7 @@ def collectives_table(
         c = group.first
         op = Cell(c.op, markup=f"<b>{c.op}</b><br>{colours.axes(c.axes).markup}")
         dims = f'<code>{escape(c.dims or "(scalar)")}</code><br><span class="dim">{escape(c.dtype)}</span>'
-        cause = f"{escape(c.explanation)}<br><code>{escape(group.location)}</code>"
+        cause = f"{prose(c.explanation)}<br><code>{escape(group.location)}</code>"
         return [op, *group.cells()[: 3 + timed], Cell("", markup=dims), Cell("", markup=cause, css="why")]
 
     columns = [("collective", ""), ("total", "n"), ("calls", "n"), ("per call", "n more"), *[("time", "n")] * timed]

@@ -40,13 +40,24 @@ def layer_of(plan: Plan) -> tuple[Body, Sequence[Step], Sequence[Shard]] | None:
     begin = layers.index(first)
     end = next((k for k, layer in enumerate(layers) if k > begin and layer and layer != first), len(steps))
     own = [
-        s for s, name in zip(steps[begin:end], modules[begin:end], strict=True) if name.startswith(first) or not s.op
+        s for s, name in zip(steps[begin:end], modules[begin:end], strict=True) if name.startswith(first) or not name
     ]
     return (plan.body, own, weights) if matmuls else None
 
 
 def _is_matmul(step: Step) -> bool:
     return isinstance(step, Run) and bool(step.op.primitive.matmul_dims)
+
+
+def _matmul_title(plan: Plan, step: Step) -> str:
+    """``embed → mlp``: the dims that a matmul contracts, and those that its second operand adds; "" for another op."""
+    if not isinstance(step, Run) or len(step.op.ins) != 2 or not step.op.primitive.matmul:
+        return ""
+    left, right, out = (
+        [name or "_" for name in plan.program.dims(v)] if v is not None else [] for v in (*step.op.ins, *step.op.outs)
+    )
+    contracted, added = [d for d in left if d not in out], [d for d in out if d in right and d not in left]
+    return f"{' '.join(contracted)} → {' '.join(added)}" if contracted or added else ""
 
 
 def layer_picture(plan: Plan, colours: AxisColours) -> str:
@@ -73,6 +84,7 @@ def layer_picture(plan: Plan, colours: AxisColours) -> str:
         row = {"reads": reads, "makes": makes, "sends": sends, "moves": isinstance(step, ShardingChange)}
         if op is not None and not isinstance(step, Barrier | ShardingChange):
             row |= {"op": op.label, "path": op.module, "source": op.source, "seconds": seconds.pop(op, 0.0)}
+            row["title"] = _matmul_title(plan, step) or op.source.partition(" ")[0].rpartition("/")[2]
         drawn.append({**row, "matmul": _is_matmul(step)})
     inputs = body.inputs if body is not plan.body else [s for step in steps for s in step.reads]
 

@@ -242,7 +242,7 @@ function collectivesCsv(collectives) {
 // -- pictures that are drawn from the data in the page
 
 /** The functions that draw, by the name in `data-draw`. Another picture is one more function here. */
-const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts, drawTorus, drawLayer, drawBars };
+const PICTURES = { drawTimeline, drawPipeline, drawMemory, drawRoofline, drawPairs, drawParts, drawTorus, drawLayer, drawBars, drawRuns };
 
 /** Draw a picture from the JSON in it, and again whenever its width changes. */
 function drawn(place, kept) {
@@ -617,7 +617,8 @@ function drawMemory(place, data) {
   const stack = make("div", { class: "stack", "aria-hidden": "true" }, ...kinds.filter(([, , size]) => size).map(([role, css, size]) =>
     make("i", { class: css, style: `flex:${size} 0 0`, title: `${role} ${memoryText(size)}` })));
   const legend = make("div", { class: "key" }, ...kinds.map(([role, css, size]) => make("span", { class: css }, make("i", {}), `${role} ${size ? memoryText(size) : "0"}`)));
-  place.prepend(plot, strip, make("h3", {}, `the peak${points[peak].source ? ` at ${points[peak].source}` : ""}`), stack, legend);
+  const axis = make("div", { class: "order dim" }, `${n} kernels, in the order in which they run →`);
+  place.prepend(plot, strip, axis, make("h3", {}, `the peak${points[peak].source ? ` at ${points[peak].source}` : ""}`), stack, legend);
   const tip = tooltip(place);
   const show = (k) => {
     const { phase, name, source, bytes } = points[k], box = plot.getBoundingClientRect(), mid = box.left + (box.width * (k + 0.5)) / n;

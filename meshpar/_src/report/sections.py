@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -12,10 +12,12 @@ from rich.text import Text
 from ..cost.flops import redundant_matmuls
 from ..dims import format_dims
 from ..plan.plan import Overlap, Plan
+from ..program.ir import Op, Program, Value
 from ..units import format_seconds
 from .colours import AxisColours
 from .facts import arrivals_text, grouped
-from .hints import exchange_hints, memory_hints
+from .hints import attention_hint, exchange_hints, memory_hints
+from .tables import prose
 
 MAX_OVERLAP_ROWS = 8
 MIN_REPORTED_SHARE = 0.05
@@ -46,8 +48,8 @@ class Line:
     def html(self) -> str:
         """The line as an item of a list, with a list of the lines below it."""
         kind = f'<b class="kind">{escape(self.kind.strip())}</b> ' if self.kind else ""
-        below = "".join(f"<li>{escape(line)}</li>" for line in self.below)
-        return f"<li>{kind}{escape(str(self.text).strip())}{below and f'<ul>{below}</ul>'}</li>"
+        below = "".join(f"<li>{prose(line)}</li>" for line in self.below)
+        return f"<li>{kind}{prose(str(self.text).strip())}{below and f'<ul>{below}</ul>'}</li>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Section:
 
     def html(self) -> str:
         """The section without its title."""
-        head = f"<p>{escape(': '.join(filter(None, (self.head, self.summary))))}</p>" if self.head else ""
+        head = f"<p>{prose(': '.join(filter(None, (self.head, self.summary))))}</p>" if self.head else ""
         lines = "".join(line.html() for line in self.lines)
         return head + (f"<ul>{lines}</ul>" if lines else "")
 
@@ -152,9 +154,24 @@ def options(plan: Plan) -> Section:
     return Section(title, f"{len(of.values)} compiler options (options={of.mode}{own}; plan.options.values)", lines)
 
 
+def _unnamed_places(program: Program, missing: Iterable[tuple[Op, Value, int]]) -> Iterator[str]:
+    """For each unnamed dim of an op's result, the argument that has this dim, parameters before optimizer state; else the op."""
+    find, argument_of = program.unifier.find, dict[int, Value]()
+    for value in sorted(program.inputs, key=lambda v: v.kind == "opt"):
+        for node in value.nodes:
+            if node >= 0:
+                argument_of.setdefault(find(node), value)
+    for op, result, i in missing:
+        value = argument_of.get(find(result.nodes[i]))
+        at = f" at {op.location_of_layers}" if op.location_of_layers and value is None else ""
+        shown = result if value is None else value
+        yield f"{op.name if value is None else value.path} {list(shown.shape)} ({format_dims(program.dims(shown))}){at}"
+
+
 def notes(plan: Plan) -> Section:
     """Dims that could not be sharded, hints, joined names, rules and axes without effect, unnamed dims."""
-    hints = [*memory_hints(plan), *(hint.text(plan) for hint in exchange_hints(plan))]
+    scores = attention_hint(plan)
+    hints = [*memory_hints(plan), *[scores] * bool(scores), *(hint.text(plan) for hint in exchange_hints(plan))]
     lines = [
         *(Line("note", note) for note in plan.notes),
         *(Line("hint", hint, "green") for hint in hints),
@@ -162,11 +179,7 @@ def notes(plan: Plan) -> Section:
     ]
     named, total, missing = plan.program.coverage()
     if total:
-        unnamed = Counter(
-            f"{op.name} {list(v.shape)} ({format_dims(plan.program.dims(v))})"
-            + (f" at {op.location_of_layers}" if op.location_of_layers else "")
-            for op, v, _ in missing
-        )
+        unnamed = Counter(_unnamed_places(plan.program, missing))
         unsharded = "; a dim without a name is not sharded" * (named < total)
         text = f"{named} of {total} named ({100 * named / total:.1f} %){unsharded}"
         below = [f"{n} × unnamed in {line}" for line, n in unnamed.most_common(4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -90,6 +91,11 @@ def ratio(actual: float | None, planned: float | None) -> Cell:
 def code(text: str) -> Cell:
     """A cell whose text is code in pages."""
     return Cell(text, markup=f"<code>{escape(text)}</code>")
+
+
+def prose(text: str) -> str:
+    """A text as HTML, with the words between backticks as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 GROUP = 'class="group"'

@@ -16,6 +16,7 @@ from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..cost.token_metrics import decoding_of
 from ..layout import UNSHARDED
+from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, mesh_text, with_article
 from . import facts
@@ -24,7 +25,7 @@ from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
-from .timeline import step_shares
+from .timeline import slowest_kernel, step_shares
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
@@ -63,7 +64,7 @@ def plan_renderable(plan: Plan) -> Any:
         head.insert(0, Text(line, "bold red"))
     blocks: list[list[Any]] = [
         [*head, _summary(plan, colours)],
-        [_collectives(plan, colours)],
+        [collectives_block(plan.collectives, colours, plan.chip is not None, bool(plan.uncounted_loops))],
         pipeline_section(plan),
         _costs(plan),
         [_arguments(plan, colours)],
@@ -151,7 +152,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
     rows: list[list[Cell]] = []
     attributes = []
     for label, every, groups in facts.argument_groups(plan, lambda h: (tuple(facts.argument_dims(h)), h.on_host)):
-        most = MAX_ARGUMENT_ROWS if label == "parameters" else MAX_ARGUMENT_ROWS // 2
+        most = MAX_ARGUMENT_ROWS if every.members[0].kind == "params" else MAX_ARGUMENT_ROWS // 2
         shown, others = groups[:most], [h for group in groups[most:] for h in group.members]
         rows.append([Cell(label), *every.cells()])
         for group in shown:
@@ -166,7 +167,7 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
 
 
 def _costs(plan: Plan) -> list[Text]:
-    """Peak memory by kind; the estimated time, its bounds, and the bottleneck."""
+    """Peak memory by kind; the estimated time, its bounds, its parts, and the slowest kernel."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     at = f", at {memory.peak_source}" if memory.peak_source else ""
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
@@ -186,9 +187,11 @@ def _costs(plan: Plan) -> list[Text]:
         on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
         out.append(Text.assemble((takes, "bold"), on))
         details = (
-            f"alone, the largest part is {time.bottleneck}",
+            f"if nothing overlaps: {facts.parts_text(time)}",
+            f"slowest kernel: {slowest_kernel(plan)}",
             facts.blocking_collectives(plan),
             facts.calibration_text(plan),
+            facts.accuracy_text(plan),
         )
         out += [Text(f"    {line}", style="dim") for line in details if line]
     if decoding := decoding_of(plan):
@@ -204,12 +207,25 @@ def memory_bar(peak: float, capacity: float) -> Text:
     return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
 
 
-def _collectives(plan: Plan, colours: AxisColours) -> Any:
-    """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below."""
-    groups = facts.collective_groups(plan.collectives)
+def collectives_block(
+    collectives: Sequence[Collective],
+    colours: AxisColours,
+    timed: bool,
+    at_least: bool = False,
+    when: str = "a step",
+    name: str = "plan",
+) -> Any:
+    """The collectives, in the order of :func:`collective_groups`, each with its cause on the lines below.
+
+    Args:
+      timed: they have seconds.
+      at_least: a loop of unknown length sends more.
+      when: follows what a device sends.
+      name: of the variable that has the report.
+    """
+    groups = facts.collective_groups(collectives)
     if not groups:
         return Text("each device sends nothing", style="bold")
-    timed = plan.chip is not None
     every = CollectiveGroup(tuple(c for g in groups for c in g.members))
     cost = attrgetter("seconds" if timed else "bytes")
     shown = [g for g in groups if cost(g) >= MIN_COLLECTIVE_SHARE * cost(every)][:MAX_COLLECTIVE_ROWS]
@@ -219,11 +235,11 @@ def _collectives(plan: Plan, colours: AxisColours) -> Any:
         small = CollectiveGroup(tuple(c for g in groups[len(shown) :] for c in g.members))
         total, calls, _, seconds = (cell.text for cell in small.cells())
         rest = "shorter ones" if timed else "smaller ones"
-        table.append((rest, "", total, calls, "", seconds, 'plan.save("plan.html") lists them'))
+        table.append((rest, "", total, calls, "", seconds, f'{name}.save("{name}.html") lists them'))
     widths = [max(len(row[i]) for row in table) for i in range(6)]
     took = f", in {format_seconds(every.seconds)}" if timed else ""
-    at_least = "at least " * bool(plan.uncounted_loops)
-    lines: list[Any] = [Text(f"each device sends {at_least}{format_bytes(every.bytes)} a step{took}", style="bold")]
+    more = "at least " * at_least
+    lines: list[Any] = [Text(f"each device sends {more}{format_bytes(every.bytes)} {when}{took}", style="bold")]
     for i, (op, axes, *numbers, dims) in enumerate(table):
         cells = "".join(f"  {text:>{n}}" for text, n in zip(numbers[: 3 + timed], widths[2:], strict=False))
         group = shown[i - 1] if 1 <= i <= len(shown) else None

@@ -14,13 +14,15 @@ from ...errors import UnsupportedError
 from ..cost.buffer_roles import pass_of_kernel
 from ..cost.caching import cached_on_plan
 from ..cost.fusion import Computation, Kernel, line_of
-from ..cost.kernel_time import kernel_times
+from ..cost.kernel_time import KernelTime, kernel_times
 from ..cost.kernels import computation_of
 from ..cost.schedule import schedules, separate_collectives
 from ..cost.time import time_of, unscheduled_seconds
 from ..dims import format_dims
+from ..plan.causes import name_of
 from ..plan.plan import Plan
 from ..plan.steps import Loop
+from ..units import format_seconds
 from . import facts
 
 FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
@@ -202,13 +204,37 @@ def step_bounds(plan: Plan) -> list[tuple[str, float]]:
     idle = max((p.bubble for p in plan.pipelines), default=0.0)
     for op in time.ops:
         seconds, bubble = op.seconds * op.count, idle if op.count > 1 else 0.0  # in loops over ticks
-        units = {"memory traffic": op.traffic_seconds, "matmuls": op.matmul_seconds, "vector units": op.vector_seconds}
-        parts[max(units, key=units.__getitem__)] += seconds * (1 - bubble)
+        parts[_unit(op)] += seconds * (1 - bubble)
         parts["pipeline bubble"] += seconds * bubble
     for span, runs in line.walk():
         over = f"exposed communication over {'+'.join(span.axes)}" if span.axes else "copies to and from the host"
         parts[over] += span.exposed * runs
     return sorted(((name, n) for name, n in parts.items() if n > 0), key=lambda part: -part[1])
+
+
+def _unit(op: KernelTime) -> str:
+    """The unit that bounds a kernel."""
+    units = {"memory traffic": op.traffic_seconds, "matmuls": op.matmul_seconds, "vector units": op.vector_seconds}
+    return max(units, key=units.__getitem__)
+
+
+def slowest_kernel(plan: Plan) -> str:
+    """The kernel that takes longest in a step, with its runs in all layers: ``the matmul in MLP/up (mlp.py:12), 3.1 ms in 32 calls,
+    9 % of the step, bound by matmuls``; "" without a chip or a kernel."""
+    time = time_of(plan)
+    groups = facts.grouped(
+        time.ops if time else (), lambda o: ((o.origin and name_of(o.origin)) or o.name, facts.location_of_op(o.origin))
+    )
+    seconds, group = max(
+        ((sum(o.seconds * o.count for o in g), g) for g in groups), key=lambda x: x[0], default=(0, [])
+    )
+    if time is None or not group:
+        return ""
+    op, calls = group[0].origin, sum(o.count for o in group)
+    name, at = (group[0].name, "") if op is None else (name_of(op), facts.location_of_op(op))
+    place = f" {'in' if op and op.module else 'at'} {at}" if at else ""
+    runs, share = f"{calls} call{'s' * (calls > 1)}", f"{100 * seconds / time.seconds:.0f} % of the step"
+    return f"{name}{place}, {format_seconds(seconds)} in {runs}, {share}, bound by {_unit(group[0])}"
 
 
 def step_shares(plan: Plan) -> list[str]:

@@ -62,10 +62,10 @@ MatmulDims = Callable[[Any, Sequence[int], Sequence[int]], tuple[int, int, int, 
 Family = (
     Literal["scan", "while", "cond", "call", "checkpoint", "custom_derivative", "shard_map", "kernel", "opaque"]
     | Literal[
-        "add", "cast", "rounding", "barrier", "identity", "random", "reduction", "dot", "ragged_dot", "conv", "transfer"
+        "add", "div", "cast", "rounding", "barrier", "identity", "random", "reduction", "dot", "ragged_dot", "conv"
     ]
-    | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "slice", "split"]
-    | Literal["dynamic_slice", "update", "gather", "scatter", "top_k"]
+    | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "pad", "slice", "split"]
+    | Literal["dynamic_slice", "update", "gather", "scatter", "top_k", "transfer"]
 )
 """The kind of an op. Each primitive has at most one family; :class:`Primitive` has properties for unions of families.
 

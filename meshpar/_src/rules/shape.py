@@ -270,7 +270,7 @@ def _local_pad(op: LocalOp, x: Any, fill: Any) -> list[Any]:
     return op.run(x, fill, padding_config=tuple(config))
 
 
-register("pad", rule=pad, local=_local_pad, partial=(PADS_WITH_ZEROS,), **_MOVED)
+register("pad", rule=pad, local=_local_pad, family="pad", partial=(PADS_WITH_ZEROS,), **_MOVED)
 
 
 def concatenate(eqn, ins, outs) -> OpRule:

@@ -41,17 +41,21 @@ def candidates(size: int, k: int, itemsize: int, index_size: int) -> int | None:
 def _gather_candidates(r: OpRule, axis: int, k: int, dtype, index, why: str) -> None:
     """Set the rule's ``sends``: all-gathers of the k best values of each shard and their indices, or of the shards if that is less.
 
+    A dim that cannot be exchanged needs replication, and sends nothing: of random keys, whose dtype NumPy does not have.
+
     Args:
       dtype, index: of values and indices.
     """
     (factor,) = r.ins[0][axis]
-    dtype, index = np.dtype(dtype) if r.kinds[factor] == "permutation" else None, np.dtype(index)
+    if r.kinds[factor] != "permutation":
+        return
+    dtype, index = np.dtype(dtype), np.dtype(index)
 
     def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
         """The two all-gathers (values, indices) of the candidates of a shard of ``shapes[0]``, or one all-gather of all
         its values."""
         (shape,) = shapes
-        best = candidates(shape[axis], k, np.dtype(dtype).itemsize, index.itemsize)
+        best = candidates(shape[axis], k, dtype.itemsize, index.itemsize)
         if best is None:
             every = "all values, which are fewer bytes than the best of every shard"
             return [Send("all-gather", (factor,), shape, dtype, every)]

@@ -22,7 +22,7 @@ from typing import Any
 from ...errors import MeshError
 from ..compat.jax import without_gc
 from ..hardware.topology import parse_topology
-from ..layout import Layout
+from ..layout import BETWEEN_SLICES, Layout
 from ..mesh import planned_mesh
 from ..plan_api import Plan
 from ..program.pipeline import SCHEDULES
@@ -56,7 +56,7 @@ def search(
     fixed_axes = {a for r in options.fixed.rules for a in r.axes}
     if options.mesh is None:
         candidates = meshes(where.devices, where.slices, options.max_axes)
-        keep_axes = {"slice", *fixed_axes}
+        keep_axes = {BETWEEN_SLICES, *fixed_axes}
     else:
         candidates = [_sizes(options.mesh, topology)]
         keep_axes = {a for a, _ in candidates[0]}
@@ -253,7 +253,7 @@ def _plan_schemes(evaluation: Evaluation) -> None:
     space, bounds = evaluation.space, dict[Point, Row]()
     for sizes in space.meshes:
         for name, point in space.presets(sizes):
-            evaluation.names.setdefault(point, name.replace("_", " "))
+            evaluation.names.setdefault(point, name)
             bounds[point] = evaluation.lower_bound(point)
     for point in sorted(bounds, key=lambda p: evaluation.rank(bounds[p])):
         evaluation.plan_scheme(point)

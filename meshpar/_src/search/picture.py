@@ -16,7 +16,7 @@ from ..layout import UNSHARDED
 from ..units import format_memory, format_seconds
 from .row import Row
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 760, 320, 74, 36
+WIDTH, HEIGHT, LEFT, BOTTOM = 1240, 340, 74, 36
 """Pixels: size of the drawing, and its margins with tick labels."""
 MAX_TIME_RATIO = 8.0
 """Candidates that take more than this many times the shortest step are not drawn: they would compress the scale."""
@@ -103,7 +103,8 @@ class Picture:
         y = Scale([*(peak for _, peak in self.points), self.usable], HEIGHT - BOTTOM, 10, unit=GIB)
         line = y(self.usable)
         out = [
-            f'<svg class="search" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" style="width:100%;max-width:{WIDTH}px;font-size:11px" '
+            f'<div class="wide"><svg class="search" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+            f'style="width:100%;max-width:{WIDTH}px;min-width:{WIDTH // 2}px;font-size:12px" '
             'aria-label="step time against peak memory of the candidates">',
             f'<rect x="{LEFT}" y="10" width="{WIDTH - 12 - LEFT}" height="{max(0.0, line - 10):.1f}" '
             'fill="var(--bad)" opacity="0.08"/>',
@@ -114,6 +115,7 @@ class Picture:
         out += [_text(x(v), HEIGHT - BOTTOM + 15, format_seconds(v), "middle") for v in x.ticks()]
         out += [_text(LEFT - 6, y(v) + 4, format_memory(v), "end") for v in y.ticks(5)]
         out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step time", "middle"))
+        out.append(_text(LEFT + 8, 24, "peak memory of a device", "start"))
         letters = self.letters
         dots = (f'<circle cx="{x(seconds):.1f}" cy="{y(peak):.1f}" r="2"/>' for seconds, peak in self.points)
         out.append(f'<g fill="var(--none)" opacity="0.6">{"".join(dots)}</g>')
@@ -131,7 +133,7 @@ class Picture:
             )
             if row in letters:
                 out.append(_text(x(row.seconds) + 8, y(row.peak) - 6, letters[row], "start", "var(--ink)"))
-        return "".join(out) + "</svg>"
+        return "".join(out) + "</svg></div>"
 
     def terminal(self) -> Text:
         """The plot as text: ``★`` the best, letters and a line for the Pareto front, ``·`` other plans, ``─`` the usable memory.

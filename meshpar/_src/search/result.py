@@ -21,13 +21,14 @@ from ..layout import UNSHARDED, Layout
 from ..mesh import parse_mesh
 from ..plan_api import Plan
 from ..report.colours import AxisColours
-from ..report.diff import longer_parts
+from ..report.diff import MIN_DIFFERENCE, longer_parts
 from ..report.document import Document
-from ..report.facts import calibration_text
+from ..report.facts import calibration_text, title
 from ..report.hints import memory_hints
-from ..report.tables import Cell, Table, hanging, number
+from ..report.tables import Cell, Table, hanging, key, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
+from .policy import POLICY
 from .row import Objective, Row
 
 MAX_TERMINAL_ROWS = 8
@@ -54,6 +55,8 @@ class Search(Document):
         split.
       illegal: number of candidates that have no plan.
       points: (step time, peak memory) of each plan.
+      name: of the model; "": the name of the function that was traced.
+      command: the command line that plans the best candidate; "": the search has no command line.
     """
 
     topology: str
@@ -69,6 +72,8 @@ class Search(Document):
     stages: str = ""
     illegal: int = 0
     points: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    name: str = ""
+    command: str = ""
 
     @property
     def fits(self) -> bool:
@@ -146,7 +151,7 @@ class Search(Document):
         )
 
     def _title(self) -> str:
-        return f"search on {self.topology}"
+        return f"{self.name or title(self._base)}: search on {self.topology}"
 
     @property
     def _picture(self) -> Picture:
@@ -185,17 +190,25 @@ class Search(Document):
         return Table([*columns, ("mesh, why it is not chosen, layout", "")], cells, attributes=ids)
 
     def _why_not(self, row: Row) -> str:
-        """Why a candidate is not chosen, where its step time does not say it; "" for the best."""
+        """Why a candidate is not chosen, compared with the best, ``★``; "" for the best."""
         best = self.best
         if row == best:
             return ""
         if not row.fits:
             return f"too large by {format_memory(row.peak - self.usable)}"
         rules, own = set(Layout(row.layout).rules), set(Layout(best.layout).rules)
-        if rules == own and parse_mesh(row.mesh) == parse_mesh(best.mesh):
-            return "another order of the axes: other places on the torus"
-        as_fast = self.objective == "time" and row.seconds <= best.seconds
-        return row.undivided or ("as fast, but less simple" if as_fast else "")
+        turned = rules == own and parse_mesh(row.mesh) == parse_mesh(best.mesh)
+        order = "another order of the axes: other places on the torus" if turned else ""
+        if self.objective == "time":
+            longer = row.seconds - best.seconds
+            equal = abs(longer) < MIN_DIFFERENCE * best.seconds
+            than = f"{format_seconds(abs(longer))} {'slower' if longer > 0 else 'faster'} than ★"
+            than = "as fast as ★" if equal else than
+            than += ", but less simple" * (equal or longer < 0)
+        else:
+            larger = row.peak - best.peak
+            than = f"{format_memory(larger)} more than ★" if larger > 0 else "as small as ★, but less simple"
+        return "; ".join(filter(None, [than, order, row.undivided]))
 
     @property
     def _speedup(self) -> str:
@@ -213,26 +226,56 @@ class Search(Document):
         return "idle: an axis that shards nothing; the devices along it all compute the same" if idle else ""
 
     def _html(self) -> str:
-        """The best candidate, the plot of time against memory, and the candidates as a table."""
-        best = self.best
-        verdict = "" if self.fits else ' <span class="chip on c1">nothing fits</span>'
-        texts = (best.mesh, best.layout or UNSHARDED, best.lowering, best.variant, _pipeline(best))
-        codes = "<br>".join(f"<code>{escape(text)}</code>" for text in texts if text)
-        rows = self._listed(MAX_PAGE_ROWS)
-        stages = f" {escape(self.stages[:1].upper() + self.stages[1:])}." if self.stages else ""
+        """The best candidate and how to use it, the plot of time against memory, and the candidates as a table."""
+        best, rows = self.best, self._listed(MAX_PAGE_ROWS)
+        verdict = "" if self.fits else '<b class="up">Nothing fits.</b> '
+        of = f"{format_memory(best.peak)} of the {format_memory(self.usable)} usable"
+        speedup = f" It is {escape(self._speedup)}." if self._speedup else ""
+        texts = {"mesh": best.mesh, "layout": best.layout or UNSHARDED, "lowering": best.lowering}
+        texts |= {"with": ", ".join(filter(None, [best.variant, _pipeline(best)])), "next": self._next}
+        chosen = "".join(
+            f"<div><dt>{k}</dt><dd><code>{escape(text)}</code></dd></div>" for k, text in texts.items() if text
+        )
+        about = [
+            f"{self._count}; {self.ended}",
+            f"All numbers are estimates{self._calibrated}",
+            self.stages,
+            self._star,
+        ]
+        legend = (
+            ("c1", "★ the chosen layout"),
+            ("c0", "A, B, …: Pareto front of step time and memory"),
+            ("cn", "other plans"),
+        )
         return (
-            f"<h1>search on {escape(self.topology)}{verdict}</h1>"
-            f'<p class="dim">{escape(self._count)}; {escape(self.ended)}. All numbers are estimates{escape(self._calibrated)}.'
-            f"{stages}</p>"
-            f"<p>{codes}<br>{format_seconds(best.seconds)} a step, {format_memory(best.peak)} at the peak, "
-            f"sends {format_bytes(best.sent)}</p>{self._picture.drawing(rows)}"
+            f'<h1>{escape(self.name or title(self._base))} <span class="dim">search on {escape(self.topology)}</span></h1>'
+            f'<p class="verdict">{verdict}A step takes about <b>{format_seconds(best.seconds)}</b> (MFU {100 * best.mfu:.0f} %), '
+            f"with {of}.{speedup}</p>"
+            f'<dl class="facts">{chosen}</dl>{self._picture.drawing(rows)}{key(legend)}'
             f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
+            f'<p class="dim">{escape(". ".join(text[:1].upper() + text[1:] for text in about if text))}.</p>'
+        )
+
+    @property
+    def _next(self) -> str:
+        """What to do with the best candidate: the command that plans it, or the call that runs it."""
+        best = self.best
+        options = {"mesh": best.mesh, "layout": best.layout, **best.stages}
+        return self.command or f"mp.jit(step, {', '.join(f'{k}={json.dumps(v)}' for k, v in options.items())})"
+
+    @property
+    def _star(self) -> str:
+        """The explanation of the sign of the best candidate."""
+        least = "shortest step that fits" if self.objective == "time" else "smallest peak"
+        return (
+            f"★ is the choice: of the layouts within {100 * POLICY.tie_fraction:.0f} % of the {least}, the simplest one"
         )
 
     def __rich__(self) -> Any:
         """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and
         errors."""
-        head = Text.assemble(("search", "bold"), f"  {self.topology}: {self._count}; {self.ended}{self._calibrated}")
+        where = f"{self.name} on {self.topology}" if self.name else self.topology
+        head = Text.assemble(("search", "bold"), f"  {where}: {self._count}; {self.ended}{self._calibrated}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS)
@@ -252,8 +295,8 @@ class Search(Document):
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
-        idle = [Text(text, "dim")] if (text := self._idle(rows)) else []
-        return Group(head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *idle, *notes)
+        texts = [Text(text, "dim") for text in (self._star, self._idle(rows)) if text]
+        return Group(head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *texts, *notes)
 
     @functools.cached_property
     def larger(self) -> tuple[str, str] | None:

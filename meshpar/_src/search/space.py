@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 
 from ...errors import UnknownDimError, UnsupportedError
-from ..layout import Layout, Rule, characteristic_dims
+from ..layout import BETWEEN_SLICES, Layout, Rule, characteristic_dims
 from ..layouts import PRESETS
 from ..program.ir import Program
 from ..program.pipeline import layer_loops
@@ -70,7 +70,7 @@ def meshes(devices: int, slices: int = 1, axes: int = 3) -> list[Sizes]:
 
     With several slices the first axis is ``slice``.
     """
-    first: Sizes = (("slice", slices),) if slices > 1 else ()
+    first: Sizes = ((BETWEEN_SLICES, slices),) if slices > 1 else ()
     most = max(1, axes - len(first))
     factors = [f for k in range(1, most + 1) for f in _factorisations(devices // slices, k)]
     factors.sort(key=lambda f: (len(f), max(f) / min(f), [-n for n in f]))
@@ -90,7 +90,8 @@ def _factorisations(n: int, count: int) -> Iterator[tuple[int, ...]]:
 def axis_names(sizes: Sizes, rules: Sequence[Rule], keep: Collection[str] = ()) -> dict[str, str]:
     """Old name → new name of every axis, by the dims that the rules give it.
 
-    One of the axes of ``batch`` is ``data``: the one with the fewest dims of other kinds, then the largest. Axes of experts are
+    One of the axes of ``batch`` is ``data``: the one with the fewest dims of other kinds, then one that shards ``embed`` as well,
+    then the largest. Axes of experts are
     ``expert``, axes of the sequence ``context``, axes of other dims ``model``, axes without a rule ``idle``. A further axis of
     ``batch`` alone is ``replica`` where ``data`` shards weights too, else ``data2``. A second axis of a kind has a number.
 
@@ -101,7 +102,8 @@ def axis_names(sizes: Sizes, rules: Sequence[Rule], keep: Collection[str] = ()) 
     free = [a for a, _ in sizes if a not in keep]
     size = dict(sizes)
     batch = [a for a in free if carried[a] & BATCH]
-    data = min(batch, key=lambda a: (len(carried[a] - WITH_DATA), -size[a], free.index(a)), default=None)
+    others = {a: len(carried[a] - WITH_DATA) for a in batch}
+    data = min(batch, key=lambda a: (others[a], carried[a] == BATCH, -size[a], free.index(a)), default=None)
 
     def kind(axis: str) -> str:
         """The name of an axis by the dims that it shards, without a number."""
@@ -205,13 +207,23 @@ class Space:
         return Point(sizes, (*self.fixed, *searched))
 
     def presets(self, sizes: Sizes) -> Iterator[tuple[str, Point]]:
-        """(name, candidate) of every known scheme with as many axes as the mesh, without those for other models (experts)."""
+        """(name, candidate) of every known scheme with as many axes as the mesh, without those for other models (experts).
+
+        Over several slices, HSDP replicates over ``slice``, and schemes with one axis fewer have ``slice`` and the next axis in
+        place of their first one.
+        """
         names = [a for a, _ in sizes]
+        several = names[0] == BETWEEN_SLICES and len(names) > 1
         known = {"batch", *(d for d, _ in self.dims), *(r.dim for r in self.fixed)}
         for name, preset in PRESETS.items():
-            if preset.__code__.co_argcount != len(names):
+            axes, count = names, preset.__code__.co_argcount
+            if several and name == "hsdp":
+                axes = names[::-1]
+            elif several and count == len(names) - 1:
+                axes = ["+".join(names[:2]), *names[2:]]
+            if count != len(axes):
                 continue
-            scheme = preset(*names)
+            scheme = preset(*axes)
             if not known.isdisjoint(characteristic_dims(scheme)):
                 yield name, self.point(sizes, scheme.rules)
         if len(names) == 1:  # tensor parallelism over all devices, as for decoding

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import MeshparError
-from ..layout import Layout, Rule
+from ..layout import BETWEEN_SLICES, Layout, Rule
 from ..mesh import planned_mesh
 from ..passes import plan_without_passes
 from ..plan.assignment import AxisAssignment
@@ -108,7 +108,7 @@ def staged_space(
 def staged_schemes(space: Space) -> Iterator[Point]:
     """The known schemes inside of the stages, on every mesh, with the vocabulary over the stages as well."""
     for sizes in space.meshes:
-        multislice = any(a == "slice" for a, _ in sizes)
+        multislice = any(a == BETWEEN_SLICES for a, _ in sizes)
         for name, point in space.presets(tuple(size for size in sizes if size[0] != STAGE)):
             if name not in SCHEMES or (name == "hsdp" and not multislice):
                 continue
@@ -126,7 +126,7 @@ def staged_meshes(stages: int, devices: int, slices: int, axes: int) -> list[Siz
     if stages % slices == 0 and devices > stages:
         out += [(*axis, *rest) for rest in meshes(devices // stages, 1, axes)]
     if slices > 1 and each % stages == 0 and each > stages:
-        out += [(("slice", slices), *axis, *rest) for rest in meshes(each // stages, 1, max(1, axes - 1))]
+        out += [((BETWEEN_SLICES, slices), *axis, *rest) for rest in meshes(each // stages, 1, max(1, axes - 1))]
     return out
 
 

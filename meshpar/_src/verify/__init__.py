@@ -16,5 +16,7 @@
     loops     trip counts of HLO loops
     hlo_text  parser of HLO text
     profile   a plan compared with a trace
+    proofs    mp.prove
+    prove     the checker of per-device programs
     trace     reads traces of jax.profiler
 """

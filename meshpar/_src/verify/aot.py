@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any, Literal
 
 import jax
@@ -24,8 +26,9 @@ from ..layout import AnyMesh
 from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
-from ..report.document import shown_text
-from ..report.facts import calibration_text, grouped, kernel_seconds
+from ..report.data import calibration_rates
+from ..report.document import Document
+from ..report.facts import calibration_text, grouped, kernel_seconds, layout_text
 from ..report.tables import Cell, PathText, Table, Wrapped, ratio
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
@@ -58,8 +61,9 @@ class Memory:
 
 
 @dataclass(eq=False)
-class Compiled:
-    """A program compiled by the real compiler for a topology whose devices need not be attached.
+class Compiled(Document):
+    """A program compiled by the real compiler for a topology whose devices need not be attached; print it, show it in a notebook,
+    or save it as a page.
 
     Attributes:
       name: of the function.
@@ -133,11 +137,38 @@ class Compiled:
         """Bytes that each device sends in a step, in the final program."""
         return sum(c.total_bytes for c in self.final_collectives)
 
-    def __str__(self) -> str:
-        return shown_text(self)
+    def to_json(self) -> str:
+        """Memory, bytes and seconds of the compiled program as JSON, with those of the plan, its mesh, layout and options."""
+        own = ("name", "topology", "effort", "capacity", "bytes_sent", "exposed_seconds", "compile_seconds")
+        out = {**{name: getattr(self, name) for name in own}, "memory": asdict(self.memory)}
+        if (plan := self.plan) is not None:
+            out |= {"mesh": plan.sizes, "layout": str(plan.layout), "lowering": plan.lowering}
+            out |= {"options": plan.options.to_dict(), "calibration": calibration_rates(plan)}
+            out["planned"] = {"bytes_sent": plan.bytes_sent, "memory": memory_of(plan).peak}
+        return json.dumps(out)
+
+    def _title(self) -> str:
+        return f"{self.name} compiled for {self.topology}"
+
+    def _html(self) -> str:
+        layout = "" if self.plan is None else f"<p><code>{escape(layout_text(self.plan))}</code></p>"
+        sent = _collectives_table(self)
+        notes = "".join(f"<li>{escape(text)}</li>" for text, _ in _notes(self))
+        return (
+            f'<h1>{escape(self.name)} <span class="dim">compiled for {escape(self.topology)}</span></h1>{layout}'
+            f"{_comparison(self).html()}<p>{escape(_memory_text(self))}</p>"
+            f"<h2>{escape(sent.title)}</h2>{sent.html() if sent.rows else ''}<ul>{notes}</ul>"
+        )
 
     def __rich__(self) -> Any:
-        return _renderable(self)
+        """The report for a terminal: planned and compiled numbers, collectives of the final program, notes about both."""
+        head = Text.assemble(("compiled", "bold"), f"  {self.name} for {self.topology}, {_effort_text(self)}")
+        memory, sent = Text.assemble(("memory", "bold"), f"    {_memory_text(self)}"), _collectives_table(self)
+        parts: list[Any] = [head, Text(), _comparison(self).terminal(), Text(), Wrapped([memory], hang=10)]
+        if self.effort == "full" and self.cycles:
+            parts.append(Text.assemble(("cycles", "bold"), f"    {self.cycles:.4g} a step, without communication"))
+        parts += [Text(), sent.terminal() if sent.rows else Text(sent.title, style="bold")]
+        return Group(*parts, *(Wrapped([Text(text, style)], hang=4) for text, style in _notes(self)[:-1]))
 
 
 def compile_lowered(
@@ -244,29 +275,31 @@ def mesh_to_compile_for(mesh: MeshLike | None, topology: str | None) -> Mesh:
     return make_mesh(dict(mesh.shape), topology=topology)
 
 
-# -- in the terminal
+# -- reports
 
 MAX_ROWS = 16
 """Collectives that a report lists one by one."""
 
 
-def _renderable(c: Compiled) -> Any:
-    """The report for rich: planned and compiled numbers, collectives of the final program, options, and what to know about both."""
-    m, exposed = c.memory, c.exposed if c.effort == "full" else None
+def _effort_text(c: Compiled) -> str:
+    """The effort of the compiler and its time."""
     when = "from the cache; it took" if c.cached else "in"
-    head = Text.assemble(
-        ("compiled", "bold"), f"  {c.name} for {c.topology}, {c.effort} effort, {when} {c.compile_seconds:.1f} s"
-    )
+    return f"{c.effort} effort, {when} {c.compile_seconds:.1f} s"
+
+
+def _memory_text(c: Compiled) -> str:
+    """The parts of the memory of a device."""
+    m = c.memory
     host = f"; {format_memory(m.host)} in the host's memory" if m.host else ""
-    memory = Text.assemble(
-        ("memory", "bold"),
-        f"    arguments {format_memory(m.arguments)}, outputs {format_memory(m.outputs)} ({format_memory(m.aliased)} in place of "
-        f"arguments), temporaries {format_memory(m.temporaries)}, code {format_memory(m.code)}{host}",
+    return (
+        f"arguments {format_memory(m.arguments)}, outputs {format_memory(m.outputs)} ({format_memory(m.aliased)} in place of "
+        f"arguments), temporaries {format_memory(m.temporaries)}, code {format_memory(m.code)}{host}"
     )
-    parts: list[Any] = [head, Text(), _comparison(c, exposed), Text(), Wrapped([memory], hang=10)]
-    if c.effort == "full" and c.cycles:
-        parts.append(Text.assemble(("cycles", "bold"), f"    {c.cycles:.4g} a step, without communication"))
-    parts += [Text(), _collectives_table(c)]
+
+
+def _notes(c: Compiled) -> list[tuple[str, str]]:
+    """(text, style) of notes: collectives after partitioning, options, calibration, what fast effort means, and, for pages, the
+    effort."""
     notes: list[tuple[str, str]] = []
     if c.collectives:
         kinds: dict[str, float] = {}
@@ -281,7 +314,7 @@ def _renderable(c: Compiled) -> Any:
         notes.append((calibration_text(c.plan), "dim"))
     if c.effort == "fast":
         notes.append((FAST, "dim"))
-    return Group(*parts, *(Wrapped([Text(text, style)], hang=4) for text, style in notes if text))
+    return [note for note in notes if note[0]] + [(_effort_text(c), "dim")]
 
 
 FAST = (
@@ -291,8 +324,9 @@ FAST = (
 """What to know about numbers of fast effort."""
 
 
-def _comparison(c: Compiled, exposed: Exposed | None) -> Any:
+def _comparison(c: Compiled) -> Table:
     """The table of peak memory, bytes sent and, of a schedule at full effort, seconds: planned, compiled, and their ratio."""
+    exposed = c.exposed if c.effort == "full" else None
     plan, of = c.plan, f", of {format_memory(c.capacity)} on a device" if c.capacity else ""
     time = None if plan is None else time_of(plan)
     rows: list[tuple[str, Callable[[float], str], float | None, float | None]] = [
@@ -311,13 +345,11 @@ def _comparison(c: Compiled, exposed: Exposed | None) -> Any:
     cells = []
     for name, form, *both in rows:
         cells.append([Cell(name), *(Cell("–" if x is None else form(x), x) for x in both), ratio(both[1], both[0])])
-    return Table([("", ""), ("planned", "n"), ("compiled", "n"), ("ratio", "n")], cells).terminal()
+    return Table([("", ""), ("planned", "n"), ("compiled", "n"), ("ratio", "n")], cells)
 
 
-def _collectives_table(c: Compiled) -> Any:
+def _collectives_table(c: Compiled) -> Table:
     """The collectives of the final program, those that send most first: bytes in a step, calls, bytes per call, shape, line."""
-    if not c.final_collectives:
-        return Text("each device sends nothing", style="bold")
     sizes = dict(c.mesh.shape) if c.mesh is not None else {}
 
     def axes(x: HloCollective) -> str:
@@ -337,9 +369,10 @@ def _collectives_table(c: Compiled) -> Any:
         rows.append(("smaller ones", "", *sizes_of(smaller)[:2], "", "", ""))
     words, numbers = (("", "word"), ("axes", "word")), ((name, "n") for name in ("total", "calls", "per call"))
     columns = [*words, *numbers, ("shape", ""), ("source", "")]
-    title = f"each device sends {format_bytes(c.bytes_sent)} a step, in the final program"
+    sent = f"{format_bytes(c.bytes_sent)} a step, in the final program" if rows else "nothing"
+    title = f"each device sends {sent}"
     cells = [[*map(Cell, others), Cell(path, terminal=PathText(path))] for *others, path in rows]
-    return Table(columns, cells, title).terminal()
+    return Table(columns, cells, title)
 
 
 def _short(source: str) -> str:

@@ -73,11 +73,11 @@ class Row:
     rounding_path: str = ""
 
     def cells(self) -> tuple[str, ...]:
-        """The mark, mesh, layout, lowering and difference of a line of the report."""
+        """The mark, mesh, layout, lowering and difference of a line of the report, without the size of what rounding explains."""
         some = len(self.explained)
-        rounded = f", {some} of {self.leaves} leaves by rounding ({self.rounding:.1e})" if some else ""
         place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
         leaf = f"{self.difference:.1e} in {place}" if self.difference else "no difference"
+        rounded = f"; {some} of {self.leaves} leaves differ by rounding only" if some else ""
         mark = "✓" if self.error is None else "✗"
         return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
 
@@ -127,11 +127,12 @@ class Report:
             shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + (f" and {more} more" if more > 0 else "")
             largest = max((r for r in self.rows if r.explained), key=lambda r: r.rounding)
             notes += [
-                "rounding: leaves that differ by more than the tolerance, but only by rounding, and their largest difference",
-                f"  {shown}; the largest difference is {largest.rounding:.1e}, of {largest.rounding_path}",
+                "rounding: leaves that differ by more than the tolerance, though no op is wrong",
+                f"  {shown}",
                 "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
                 "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
-                "  A leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
+                f"  The largest difference is {largest.rounding:.1e} of the leaf's largest value, of {largest.rounding_path}. A "
+                "leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
             ]
         notes += [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
         errors = [str(r.error) for r in self.rows if r.error is not None]

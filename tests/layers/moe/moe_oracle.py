@@ -210,7 +210,12 @@ def expert_choice(logits, real, *, capacity, groups=1):
 
 def two_level(outer, inner, real, *, k, outer_k, capacity=None, groups=1):
     tokens, many, each = inner.shape
-    which = real & np.array([routable(np.concatenate([outer[t], inner[t].ravel()])) for t in range(tokens)])
+    usable = (outer > -np.inf) & (inner > -np.inf).any(-1)
+    fine = [routable(np.concatenate([outer[t], inner[t].ravel()])) and usable[t].any() for t in range(tokens)]
+    which = real & np.array(fine)
+    wide = which[:, None] & usable
+    outer = np.where(wide, outer, np.where(which[:, None], -np.inf, 0.0))
+    inner = np.where(wide[..., None], inner, 0.0)
     po, pi = softmax(outer), softmax(inner)
     choices, weights = [], []
     for t in range(tokens):
@@ -224,8 +229,10 @@ def two_level(outer, inner, real, *, k, outer_k, capacity=None, groups=1):
         weights.append(w)
     out = assign(choices, weights, many * each, real=real, k=k, capacity=capacity, groups=groups)
     p = (po[..., None] * pi).reshape(tokens, -1)
-    wide = np.repeat(which, many)
-    out.losses = {"balance": balance(p, choices, which, k), "z": z(outer, which) + z(inner.reshape(-1, each), wide)}
+    out.losses = {
+        "balance": balance(p, choices, which, k),
+        "z": z(outer, which) + z(inner.reshape(-1, each), wide.ravel()),
+    }
     return out
 
 

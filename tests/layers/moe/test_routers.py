@@ -153,6 +153,25 @@ def test_two_levels():
     agree(routing, want, 24)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # -inf times 0 in NumPy
+def test_groups_without_an_expert_are_excluded_in_two_levels():
+    """A group whose logit is -inf, one whose experts all are, one with a single expert left, and a token without any expert."""
+    outer, inner = R.normal(size=(B, S, 4)) * 2, R.normal(size=(B, S, 4, 6)) * 2
+    outer[0, 1, 2], inner[1, 2, 0], inner[3, 3], inner[2, 4, 1, :5] = (-np.inf,) * 4
+    want = oracle.two_level(flat(outer), flat(inner), np.ones(T, bool), k=4, outer_k=2)
+    route = functools.partial(ROUTERS["two_level"], k=4, outer_k=2)
+    routing = jax.jit(route)(outer.astype("f"), inner.astype("f"))
+    agree(routing, want, 24)
+    assert (np.asarray(routing.expert)[3, 3] == 24).all()
+
+    def number(outer, inner):
+        routing = route(outer, inner)
+        return sum(routing.losses.values()) + routing.weight[..., 0].sum()
+
+    grads = jax.jit(jax.grad(number, (0, 1)))(outer.astype("f"), inner.astype("f"))
+    assert all(np.isfinite(g).all() for g in grads)
+
+
 def test_hash():
     ids = R.integers(0, 50, (B, S))
     routing = ROUTERS["hash"](ids, experts=E, k=2, mask=MASK)
@@ -220,7 +239,20 @@ def test_capacity_and_groups():
         (lambda x: ROUTERS["gshard"](x, k=1), "two experts, not k=1"),
         (lambda x: ROUTERS["deepseek_v3"](x, k=1, expert_groups=3), "of 3 groups of 8"),
         (lambda x: ROUTERS["deepseek_v3"](x, k=3, expert_groups=4, top_groups=1), "hold fewer than k=3"),
+        (lambda x: ROUTERS["deepseek_v3"](x, k=1, expert_groups=0), "of 0 groups of 8"),
         (lambda x: ROUTERS["two_level"](x, x[..., None], k=3, outer_k=2), "does not divide k=3"),
+        (
+            lambda x: ROUTERS["two_level"](x, x[..., None], k=9, outer_k=9),
+            "outer_k=9 is not within 1…8, the number of groups",
+        ),
+        (lambda x: ROUTERS["expert_choice"](x, capacity=None), 'router="expert_choice" takes a capacity'),
+        *(
+            (
+                lambda x, name=name: ROUTERS[name](x, k={"gshard": 2}.get(name, 1), capacity=1.0, groups=0),
+                "groups=0 does not divide",
+            )
+            for name in sorted(ROUTERS.keys() - {"hash", "two_level"})
+        ),
         (lambda x: ROUTERS["hash"](x, experts=4), "ids must be integers"),
         (lambda x: ROUTERS["top_k"](x.astype("c8").view("i4"), k=1), "logits must be float"),
     ],

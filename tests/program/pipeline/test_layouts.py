@@ -78,7 +78,7 @@ def check(training, mesh, layout, schedule, lowering):
     assert pipeline is not None
     assert (pipeline.layers, pipeline.microbatches) == (4, MICROBATCHES)
     assert pipeline.schedule.rounds == (2 if "*2" in layout else 1)
-    report = mp.check(run, *args, layouts=layout, mesh=mesh, lowerings=[lowering], tolerance=1e-5)
+    report = mp.check(run, *args, layout=layout, mesh=mesh, lowerings=[lowering], tolerance=1e-5)
     assert report.ok
     assert not [path for row in report.rows for path in row.explained], "within the tolerance, not explained"
 

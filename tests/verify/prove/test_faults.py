@@ -66,7 +66,7 @@ def test_a_program_with_a_fault_is_not_proven(name):
 @pytest.mark.slow
 def test_a_fault_in_a_transformer_that_is_proven_changes_nothing():
     """Of the faults in a Llama, those that are proven are of bounds and masks of values that other ops drop."""
-    written, program = lowered(tiny_llama("fsdp+tensor"))
+    written, program = lowered(tiny_llama("fsdp_tensor"))
     assert prove_program(written, program).status == "proven"
     found = list(faults(program))
     same = [other for _, other in found if prove_program(written, other).proven]
@@ -93,7 +93,7 @@ def test_a_proof_of_a_plan_whose_program_xla_partitions_is_an_error():
 
 def test_the_report_counts_the_ops_and_lists_kernels_and_assumptions():
     step, args, dims = llama.llama3_8b(batch=64)
-    where = {"mesh": "data=4, model=2", "topology": "v5p:2x2x2", "layout": llama.LAYOUTS["fsdp+tensor"]}
+    where = {"mesh": "data=4, model=2", "topology": "v5p:2x2x2", "layout": llama.LAYOUTS["fsdp_tensor"]}
     proof = mp.prove(step, *args, dims=dims, **where)
     assert (proof.status, proof.share) == ("proven", 1.0)
     assert sum(proof.kernels.values()) == proof.ops["kernel"] == 3

@@ -1,4 +1,14 @@
-"""Mixtures of experts: routers, and a layer whose result no layout changes."""
+"""Mixtures of experts: routers, and a layer whose result no layout changes. Each module uses only the ones below it:
+
+.. code-block:: text
+
+    nnx, linen       the layer as a module of Flax, with its weights
+    layer            mp.layers.moe: routes, runs the experts, and adds shared ones
+    routers          one function for each router, from logits to the choices of the tokens
+    experts          the experts' feed-forward network as one op: its factor rule, local form and collectives
+    exchange_choice  how tokens meet the experts on a mesh: axes, strategy, size of the buffers
+    router_parts     what all routers share: checked logits, the best experts, capacity and drops, losses
+"""
 
 from .layer import MoEAux as MoEAux
 from .layer import MoEExecution as MoEExecution

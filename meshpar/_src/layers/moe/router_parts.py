@@ -1,4 +1,5 @@
-"""What all routers share: the result, positions within an expert's capacity, drops, and the losses.
+"""What all routers share: checked logits, the choice by value or by a kernel, the result, positions within an expert's capacity,
+drops, and the losses.
 
 Positions are counted over the tokens in their global order, so that a mesh that shards the tokens changes neither capacity nor
 drops.
@@ -9,12 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from meshpar_kernels import route
 
 from ....errors import MeshparError
+from ...program.declare import kernel_rule
 
 
 @functools.partial(
@@ -42,6 +48,105 @@ class Routing:
 def refused(message: str, *fixes: str) -> MeshparError:
     """The error for arguments that do not fit."""
     return MeshparError(f"mp.layers.moe: {message}", fixes=fixes)
+
+
+# -- logits and choices
+
+
+def read_logits(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(float32 logits, 0 where a token cannot be routed; whether each token is real; whether it can be routed).
+
+    Raises:
+      MeshparError: logits, k or a mask that do not fit.
+    """
+    experts = logits.shape[-1]
+    if logits.ndim < 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise refused(
+            f"logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
+            "logits.astype(jnp.float32), with a last dim for the experts",
+        )
+    check_k(k, experts)
+    if mask is not None and mask.shape != logits.shape[:-1]:
+        raise refused(
+            f"mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
+            f"a boolean for every token: {list(logits.shape[:-1])}",
+        )
+    logits = logits.astype(jnp.float32)
+    fine = ~(jnp.isnan(logits) | (logits == jnp.inf)).any(-1) & (logits > -jnp.inf).any(-1)
+    real = real_tokens(mask, fine.shape)
+    return jnp.where((real & fine)[..., None], logits, 0.0), real, real & fine
+
+
+def check_k(k: int, experts: int, name: str = "k", of: str = "experts") -> None:
+    """Raise a MeshparError unless a token can have k different experts (or ``of``); ``name``: of the argument."""
+    if not 1 <= k <= experts:
+        raise refused(f"{name}={k} is not within 1…{experts}, the number of {of}", f"{name} from 1 to {experts}")
+
+
+def check_own_k(router: str, own: str, fits: bool, k: int) -> None:
+    """Raise a MeshparError unless ``k`` is the only number of experts that a router gives a token."""
+    if not fits:
+        raise refused(f'router="{router}": a token goes to {own}, not k={k}', 'router="top_k" takes any k')
+
+
+def real_tokens(mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """Which tokens are real, not padding: bool [*tokens]."""
+    return jnp.ones(shape, bool) if mask is None else mask.astype(bool)
+
+
+def best_experts(key: jax.Array, k: int, which: jax.Array) -> jax.Array:
+    """The experts with the k largest keys: int32 [*tokens, k]; E where a key is -inf or the token cannot be routed."""
+    value, expert = lax.top_k(lax.stop_gradient(key), k)
+    made = (value > -jnp.inf) & which[..., None]
+    return jnp.where(made, expert, key.shape[-1]).astype(jnp.int32)
+
+
+def normalised(weight: jax.Array) -> jax.Array:
+    """Weights [*tokens, k] divided by their sum over k; 0 where the sum is 0."""
+    total = weight.sum(-1, keepdims=True)
+    return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def route_by_kernel(
+    logits: jax.Array, which: jax.Array, bias: jax.Array | None = None, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+    """(int32 experts [*tokens, k], float32 weights [*tokens, k]) by a kernel of ``meshpar_kernels.route``, as one op.
+
+    Args:
+      logits: float32 [*tokens, E].
+      which: the tokens that can be routed.
+      bias: [E], added to the scores for the choice only.
+      options: k, score, groups, top_groups, group_top, renormalize, scale, implementation, as of ``meshpar_kernels.route``.
+
+    Raises:
+      NotImplementedError: the kernel cannot take these arguments; with every reason.
+    """
+    routable = jnp.where(which[..., None], logits, -jnp.inf)
+    return _route_op(logits.ndim - 1, bias is not None)(routable, *([] if bias is None else [bias]), **options)
+
+
+@functools.cache
+def _route_op(token_dims: int, biased: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The routing op for logits with ``token_dims`` leading dims, as a kernel whose token dims may be sharded.
+
+    Args:
+      biased: whether it takes a bias [E] as its second operand.
+
+    Returns:
+      (logits [*tokens, E], bias) → (int32 experts [*tokens, k], float32 weights [*tokens, k]).
+    """
+    tokens = " ".join(f"t{i}" for i in range(token_dims))
+
+    def moe_route(logits: jax.Array, bias: jax.Array | None = None, **options: Any) -> tuple[jax.Array, jax.Array]:
+        plan = route(logits.reshape(-1, logits.shape[-1]), bias=bias, **options)
+        shape = (*logits.shape[:-1], options["k"])
+        return plan.expert.reshape(shape), plan.weight.reshape(shape)
+
+    operands = f"{tokens} experts!, experts!" if biased else f"{tokens} experts!"
+    return kernel_rule(f"{operands} -> {tokens} k!, {tokens} k!")(moe_route)
+
+
+# -- capacity
 
 
 def capacity_of(group_size: int, experts: int, k: int, factor: float) -> int:
@@ -149,11 +254,10 @@ def finish(
     load = functools.reduce(jnp.add, [h.astype(jnp.int32) for h in one_hots(expert, experts)])
     load = load.sum(tuple(range(load.ndim - 1)), dtype=jnp.int32)
     kept = expert < experts
+    in_groups(expert.shape[:-1], groups)  # raises before a division
     if capacity is not None:
         most = capacity_of(math.prod(expert.shape[:-1]) // groups, experts, k, capacity)
         kept &= places(expert, experts, groups, first_choices_first=first_choices_first) < most
-    else:
-        in_groups(expert.shape[:-1], groups)
     wanted = real.sum(dtype=jnp.int32) * k
     return Routing(
         expert=jnp.where(kept, expert, experts),

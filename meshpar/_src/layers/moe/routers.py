@@ -19,124 +19,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels import route
 from meshpar_kernels.dispatch.differentiable import KERNELS
 
 from ...compat.jax import default_promotion
-from ...program.declare import kernel_rule
 from .router_parts import (
     Routing,
     balance_loss,
     before,
+    best_experts,
     capacity_of,
+    check_k,
+    check_own_k,
     cv_squared,
     finish,
     in_groups,
+    normalised,
     one_hots,
     pick,
+    read_logits,
+    real_tokens,
     refused,
+    route_by_kernel,
     z_loss,
 )
-
-
-def _read(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(float32 logits, 0 where a token cannot be routed; whether each token is real; whether it can be routed).
-
-    Raises:
-      MeshparError: logits, k or a mask that do not fit.
-    """
-    experts = logits.shape[-1]
-    if logits.ndim < 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise refused(
-            f"logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
-            "logits.astype(jnp.float32), with a last dim for the experts",
-        )
-    _check_k(k, experts)
-    if mask is not None and mask.shape != logits.shape[:-1]:
-        raise refused(
-            f"mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
-            f"a boolean for every token: {list(logits.shape[:-1])}",
-        )
-    logits = logits.astype(jnp.float32)
-    fine = ~(jnp.isnan(logits) | (logits == jnp.inf)).any(-1) & (logits > -jnp.inf).any(-1)
-    real = _real(mask, fine.shape)
-    return jnp.where((real & fine)[..., None], logits, 0.0), real, real & fine
-
-
-def _check_k(k: int, experts: int) -> None:
-    """Raise a MeshparError unless a token can have k different experts."""
-    if not 1 <= k <= experts:
-        raise refused(f"k={k} is not within 1…{experts}, the number of experts", f"k from 1 to {experts}")
-
-
-def _check_own_k(router: str, own: str, fits: bool, k: int) -> None:
-    """Raise a MeshparError unless ``k`` is the only number of experts that a router gives a token."""
-    if not fits:
-        raise refused(f'router="{router}": a token goes to {own}, not k={k}', 'router="top_k" takes any k')
-
-
-def _real(mask: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """Which tokens are real, not padding: bool [*tokens]."""
-    return jnp.ones(shape, bool) if mask is None else mask.astype(bool)
-
-
-def _best(key: jax.Array, k: int, which: jax.Array) -> jax.Array:
-    """The experts with the k largest keys: int32 [*tokens, k]; E where a key is -inf or the token cannot be routed."""
-    value, expert = lax.top_k(lax.stop_gradient(key), k)
-    made = (value > -jnp.inf) & which[..., None]
-    return jnp.where(made, expert, key.shape[-1]).astype(jnp.int32)
-
-
-def _normalised(weight: jax.Array) -> jax.Array:
-    """Weights [*tokens, k] divided by their sum over k; 0 where the sum is 0."""
-    total = weight.sum(-1, keepdims=True)
-    return jnp.where(total > 0, weight / jnp.where(total > 0, total, 1.0), 0.0)
-
-
-def _route_by_kernel(
-    logits: jax.Array, which: jax.Array, bias: jax.Array | None = None, **options: Any
-) -> tuple[jax.Array, jax.Array]:
-    """(int32 experts [*tokens, k], float32 weights [*tokens, k]) by a kernel of ``meshpar_kernels.route``, as one op.
-
-    Args:
-      logits: float32 [*tokens, E].
-      which: the tokens that can be routed.
-      bias: [E], added to the scores for the choice only.
-      options: k, score, groups, top_groups, group_top, renormalize, scale, implementation, as of ``meshpar_kernels.route``.
-
-    Raises:
-      NotImplementedError: the kernel cannot take these arguments; with every reason.
-    """
-    routable = jnp.where(which[..., None], logits, -jnp.inf)
-    return _route_op(logits.ndim - 1, bias is not None)(routable, *([] if bias is None else [bias]), **options)
-
-
-@functools.cache
-def _route_op(token_dims: int, biased: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """The routing op for logits with ``token_dims`` leading dims, as a kernel whose token dims may be sharded.
-
-    Args:
-      biased: whether it takes a bias [E] as its second operand.
-
-    Returns:
-      (logits [*tokens, E], bias) → (int32 experts [*tokens, k], float32 weights [*tokens, k]).
-    """
-    tokens = " ".join(f"t{i}" for i in range(token_dims))
-
-    def moe_route(logits: jax.Array, bias: jax.Array | None = None, **options: Any) -> tuple[jax.Array, jax.Array]:
-        plan = route(logits.reshape(-1, logits.shape[-1]), bias=bias, **options)
-        shape = (*logits.shape[:-1], options["k"])
-        return plan.expert.reshape(shape), plan.weight.reshape(shape)
-
-    operands = f"{tokens} experts!, experts!" if biased else f"{tokens} experts!"
-    return kernel_rule(f"{operands} -> {tokens} k!, {tokens} k!")(moe_route)
 
 
 @default_promotion()
@@ -149,14 +59,14 @@ def top_k(
       renormalize: divide the weights of a token by their sum, which is the softmax over its choices alone.
       implementation: a kernel of ``meshpar_kernels.route`` for choices and weights; anything else: by JAX's ops.
     """
-    logits, real, which = _read(logits, k, mask)
+    logits, real, which = read_logits(logits, k, mask)
     probability = jax.nn.softmax(logits, -1)
     if implementation in KERNELS:
-        expert, weight = _route_by_kernel(logits, which, k=k, renormalize=renormalize, implementation=implementation)
+        expert, weight = route_by_kernel(logits, which, k=k, renormalize=renormalize, implementation=implementation)
     else:
-        expert = _best(logits, k, which)
+        expert = best_experts(logits, k, which)
         weight = pick(probability, one_hots(expert, logits.shape[-1]))
-        weight = _normalised(weight) if renormalize else weight
+        weight = normalised(weight) if renormalize else weight
     losses = {"balance": balance_loss(probability, expert, which), "z": z_loss(logits, which)}
     return finish(expert, weight, losses, experts=logits.shape[-1], real=real, capacity=capacity, groups=groups)
 
@@ -164,7 +74,7 @@ def top_k(
 @default_promotion()
 def switch(logits, *, k=1, capacity=None, groups=1, mask=None, implementation: str | None = None) -> Routing:
     """The best expert, weighted by its probability (Switch Transformer, Fedus et al. 2021)."""
-    _check_own_k("switch", "one expert", k == 1, k)
+    check_own_k("switch", "one expert", k == 1, k)
     return top_k(
         logits, k=1, capacity=capacity, groups=groups, mask=mask, renormalize=False, implementation=implementation
     )
@@ -177,13 +87,13 @@ def gshard(logits, *, k=2, capacity=None, groups=1, mask=None, key: jax.Array | 
     Args:
       key: a random key: the second expert is used with probability min(1, 2·its weight). None: always.
     """
-    _check_own_k("gshard", "two experts", k == 2, k)
-    logits, real, which = _read(logits, 2, mask)
+    check_own_k("gshard", "two experts", k == 2, k)
+    logits, real, which = read_logits(logits, 2, mask)
     experts = logits.shape[-1]
     probability = jax.nn.softmax(logits, -1)
-    expert = _best(logits, 2, which)
+    expert = best_experts(logits, 2, which)
     losses = {"balance": balance_loss(probability, expert[..., :1], which), "z": z_loss(logits, which)}
-    weight = _normalised(pick(probability, one_hots(expert, experts)))
+    weight = normalised(pick(probability, one_hots(expert, experts)))
     skip = jnp.zeros(which.shape, bool)
     if key is not None:
         first, second = expert[..., 0], expert[..., 1]
@@ -209,14 +119,14 @@ def noisy_top_k(
         None: no noise, and ``load`` counts the choices, without a gradient.
       key: a random key; None (evaluation) adds no noise.
     """
-    clean, real, which = _read(logits, k, mask)
+    clean, real, which = read_logits(logits, k, mask)
     experts = clean.shape[-1]
     noisy, width = clean, None
     if noise is not None:
         width = jax.nn.softplus(jnp.where(which[..., None], noise.astype(jnp.float32), 0.0)) + 1e-2
         if key is not None:
             noisy = clean + width * jax.random.normal(key, clean.shape)
-    expert = _best(noisy, k, which)
+    expert = best_experts(noisy, k, which)
     chosen = one_hots(expert, experts)
     taken = functools.reduce(jnp.logical_or, chosen)
     weight = pick(jax.nn.softmax(jnp.where(taken | ~which[..., None], noisy, -jnp.inf), -1), chosen)
@@ -241,7 +151,7 @@ def switch_max(logits, *, k=1, capacity=None, groups=1, mask=None) -> Routing:
     """The best expert, as ``switch``; an expert at its capacity takes the tokens with the largest probabilities, not the first
     ones (batch prioritized routing of Riquelme et al. 2021). It is not causal.
     """
-    _check_own_k("switch_max", "one expert", k == 1, k)
+    check_own_k("switch_max", "one expert", k == 1, k)
     routing = switch(logits, groups=groups, mask=mask)
     if capacity is None:
         return routing
@@ -264,7 +174,7 @@ def ntlb(logits, *, k=1, capacity=None, groups=1, mask=None, stages: int = 2) ->
     Args:
       stages: experts that a token tries, at most E; the tokens without an expert after that are dropped. 1: as ``switch``.
     """
-    logits, real, which = _read(logits, 1, mask)
+    logits, real, which = read_logits(logits, 1, mask)
     experts, tokens = logits.shape[-1], logits.shape[:-1]
     if k != 1 or not 1 <= stages <= experts:
         raise refused(
@@ -272,7 +182,7 @@ def ntlb(logits, *, k=1, capacity=None, groups=1, mask=None, stages: int = 2) ->
             "k=1, and stages from 1 to the number of experts",
         )
     probability = jax.nn.softmax(logits, -1)
-    ranked = one_hots(_best(logits, stages, which), experts)
+    ranked = one_hots(best_experts(logits, stages, which), experts)
     shape = in_groups(tokens, groups)
     over = tuple(range(1, len(shape)))
     group_size = math.prod(tokens) // groups
@@ -307,7 +217,9 @@ def expert_choice(logits, *, capacity: float = 2.0, groups=1, mask=None, k=1) ->
     Args:
       k: multiplies the capacity, as in the other routers.
     """
-    logits, real, which = _read(logits, 1, mask)
+    if capacity is None:
+        raise refused('router="expert_choice" takes a capacity: each expert selects so many tokens', "capacity=2.0")
+    logits, real, which = read_logits(logits, 1, mask)
     experts, shape = logits.shape[-1], in_groups(which.shape, groups)
     most = capacity_of(which.size // groups, experts, k, capacity)
     probability = jax.nn.softmax(logits, -1)
@@ -378,10 +290,10 @@ def deepseek_v3(
       top_groups: groups a token may use; None: all.
       implementation: as in :func:`top_k`.
     """
-    logits, real, which = _read(logits, k, mask)
+    logits, real, which = read_logits(logits, k, mask)
     experts = logits.shape[-1]
     top_groups = expert_groups if top_groups is None else top_groups
-    if experts % expert_groups or not 1 <= top_groups <= expert_groups:
+    if expert_groups < 1 or experts % expert_groups or not 1 <= top_groups <= expert_groups:
         raise refused(
             f'router="deepseek_v3": {top_groups} of {expert_groups} groups of {experts} experts',
             "expert_groups divides the number of experts, and top_groups is at most expert_groups",
@@ -394,11 +306,11 @@ def deepseek_v3(
     score = jax.nn.sigmoid(logits)
     if implementation in KERNELS:
         options = {"score": "sigmoid", "groups": expert_groups, "top_groups": top_groups, "scale": scale}
-        expert, weight = _route_by_kernel(logits, which, bias, k=k, **options, implementation=implementation)
+        expert, weight = route_by_kernel(logits, which, bias, k=k, **options, implementation=implementation)
     else:
         expert = _by_groups(logits, score, bias, k, expert_groups, top_groups, which)
-        weight = _normalised(pick(score, one_hots(expert, experts))) * scale
-    balance = balance_loss(_normalised(score), expert, which, by_row=True)
+        weight = normalised(pick(score, one_hots(expert, experts))) * scale
+    balance = balance_loss(normalised(score), expert, which, by_row=True)
     losses = {"balance": balance, "z": z_loss(logits, which)}
     return finish(expert, weight, losses, experts=experts, real=real, capacity=capacity, groups=groups)
 
@@ -417,10 +329,10 @@ def _by_groups(
         best = lax.top_k(by_group, min(2, experts // groups))[0]
         total = jnp.where(best > -jnp.inf, best, 0.0).sum(-1)
         total = jnp.where(best[..., 0] > -jnp.inf, total, -jnp.inf)
-        group = _best(total, top_groups, which)
+        group = best_experts(total, top_groups, which)
         allowed = functools.reduce(jnp.logical_or, one_hots(group, groups))
         value = jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(value.shape)
-    return _best(value, k, which)
+    return best_experts(value, k, which)
 
 
 @default_promotion()
@@ -449,8 +361,8 @@ def hash_router(ids: jax.Array, *, experts: int, k=1, capacity=None, groups=1, m
     """
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise refused(f'router="hash": ids must be integers, got {ids.dtype}', "ids.astype(jnp.int32)")
-    _check_k(k, experts)
-    real = _real(mask, ids.shape)
+    check_k(k, experts)
+    real = real_tokens(mask, ids.shape)
     h = ids.astype(jnp.uint32)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # a bijection of 32 bits that mixes them
         h = (h ^ (h >> shift)) * jnp.uint32(factor)
@@ -468,6 +380,7 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
     Args:
       outer: float [*tokens, O], logits of the groups.
       inner: float [*tokens, O, I], logits of the experts in each. Expert (o, i) is number o·I + i of E = O·I.
+        A group whose experts are all -inf is excluded.
       k: experts per token in total, a multiple of ``outer_k``: k / outer_k in each of its groups.
       outer_k: groups per token. A weight is the product of two softmaxes, each over the selected entries.
     """
@@ -484,15 +397,20 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
             "logits of the groups and, with one more dim, of the experts of each",
         )
     many, each = inner.shape[-2:]
+    check_k(outer_k, many, "outer_k", "groups")
     flat = inner.reshape(*outer.shape[:-1], many * each)
-    joined, real, which = _read(jnp.concatenate([outer, flat], -1), 1, mask)
+    joined, real, which = read_logits(jnp.concatenate([outer, flat], -1), 1, mask)
     outer, inner = joined[..., :many], joined[..., many:].reshape(inner.shape)
-    group = _best(_read(outer, outer_k, None)[0], outer_k, which)
-    wide = jnp.broadcast_to(which[..., None], inner.shape[:-1])
-    best = _best(inner, k // outer_k, wide)
-    p_group = _normalised(pick(jax.nn.softmax(outer, -1), one_hots(group, many)))
+    usable = (outer > -jnp.inf) & (inner > -jnp.inf).any(-1)  # the others are excluded with all of their experts
+    which &= usable.any(-1)
+    wide = which[..., None] & usable
+    outer = jnp.where(wide, outer, jnp.where(which[..., None], -jnp.inf, 0.0))
+    inner = jnp.where(wide[..., None], inner, 0.0)
+    group = best_experts(outer, outer_k, which)
+    best = best_experts(inner, k // outer_k, wide)
+    p_group = normalised(pick(jax.nn.softmax(outer, -1), one_hots(group, many)))
     p_inner = jax.nn.softmax(inner, -1)
-    p_best = _normalised(pick(p_inner, one_hots(best, each)))  # [*tokens, O, k/outer_k]
+    p_best = normalised(pick(p_inner, one_hots(best, each)))  # [*tokens, O, k/outer_k]
     experts, weights = [], []
     for j, mine in enumerate(one_hots(group, many)):
         place, chosen = jnp.where(mine[..., None], best, 0).sum(-2), group[..., j : j + 1]

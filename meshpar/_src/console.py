@@ -1,0 +1,50 @@
+"""The consoles of all output: their width, and whether it has colours."""
+
+from __future__ import annotations
+
+import os
+from typing import TextIO
+
+from rich.console import Console
+
+PLAIN_WIDTH = 120
+"""Columns of output that no terminal shows."""
+
+
+def columns(stream: TextIO) -> int:
+    """The width of output: ``COLUMNS`` if it is set, else that of the terminal, else :data:`PLAIN_WIDTH`."""
+    given = os.environ.get("COLUMNS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    try:
+        return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else PLAIN_WIDTH
+    except (OSError, ValueError):  # a terminal of unknown size, or a stream without a file
+        return PLAIN_WIDTH
+
+
+def _is_dumb() -> bool:
+    """Whether the terminal has no escape sequences, as ``TERM`` says."""
+    return os.environ.get("TERM") in ("dumb", "unknown")
+
+
+def has_colours(stream: TextIO) -> bool:
+    """Whether output has colours: in a terminal, or with ``FORCE_COLOR``, and never with ``NO_COLOR``."""
+    wanted = bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and not _is_dumb())
+    return wanted and not os.environ.get("NO_COLOR")
+
+
+def console_of(stream: TextIO) -> Console:
+    """The console of standard output or standard error."""
+    return made_console(stream, columns(stream), has_colours(stream))
+
+
+def made_console(stream: TextIO, width: int, colour: bool) -> Console:
+    """A console of ``width`` columns, with the colours of the terminal, or with none."""
+    return Console(
+        file=stream,
+        width=width,
+        no_color=not colour,
+        force_terminal=colour or stream.isatty(),
+        color_system=("truecolor" if _is_dumb() else "auto") if colour else None,
+        highlight=False,
+    )

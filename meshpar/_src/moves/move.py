@@ -1,0 +1,197 @@
+"""The result of ``mp.move``: a plan that prints itself, and a function that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from ...errors import UnsupportedError
+from ..compat import nnx
+from ..dims import did_you_mean
+from ..global_arrays import place
+from ..pods.names import by_name, nested
+from ..report import Document
+from .between import server
+from .planned import MovePlan
+from .report import move_html, move_renderable, move_title
+from .run import Program
+
+
+class Move(MovePlan, Document):
+    """A move of a tree between two layouts or meshes: print it for its plan, call it to run it.
+
+    ``move(params)`` returns the tree of the target, ``move(model, into=sampler)`` writes into an nnx module. Nothing is compiled
+    before the first call; later calls reuse the programs.
+
+    Attributes:
+      arrays: of the target, in the order in which they are made.
+      rounds: the arrays of every round: one program each, after which the donated arrays of the round are freed.
+      donate: whether the arrays of the source are freed.
+      source, target: where the tree is before and after.
+      chip: of the devices; None: not known, and there are no seconds.
+
+    Example:
+      >>> move = mp.move(params, source=("data=8", "embed: data"), target=("model=8", "mlp: model"), dims=weights)
+      >>> move.bytes_sent, move.rounds_text
+      (14336, '1 program, 2 collectives')
+      >>> sampler = move(jax.device_put(params, mp.shardings(params, "embed: data", "data=8", dims=weights)))
+      >>> sampler["up"].sharding.spec
+      PartitionSpec(None, 'model')
+    """
+
+    def __init__(self, plan: MovePlan, renamed: bool, prepare: Callable[[Any], Any] | None = None):
+        """The move with this plan.
+
+        Args:
+          renamed: the tree of the target has other paths than the source's.
+          prepare: the step that quantizes the source first; None: nothing does.
+        """
+        vars(self).update(vars(plan))
+        self._renamed, self._prepare = renamed, prepare
+        self._programs: dict[int, Program] = {}
+
+    def __rich__(self) -> Any:
+        return move_renderable(self)
+
+    def __repr__(self) -> str:
+        return f"<Move of {len(self.arrays)} arrays: {move_title(self)}>"
+
+    def _title(self) -> str:
+        return move_title(self)
+
+    def _html(self) -> str:
+        return move_html(self)
+
+    # -- the run
+
+    def program(self, k: int) -> Program | None:
+        """The program of a round; None: its arrays are copied by ``jax.device_put``."""
+        of = self.rounds[k]
+        if of[0].route is None:
+            return None
+        if k not in self._programs:
+            later = {p for others in self.rounds[k + 1 :] for a in others for p in a.sources}
+            paths = {p for a in of for p in a.sources}
+            self._programs[k] = Program(of, frozenset(paths - later if self.donate else ()))
+        return self._programs[k]
+
+    def __call__(self, params: Any, *, into: Any = None) -> Any:
+        """Move a tree, in the sharding of the source that was planned.
+
+        Args:
+          params: arrays, in the tree that the move was planned for; nnx modules too.
+          into: an nnx module or a tree that gets the arrays by their paths; arrays of other paths stay. A module is updated in
+            place.
+
+        Returns:
+          The tree on the target: of the same structure, or after ``rename=`` nested dicts; a module is a new one, or with
+          ``donate=True`` the given one. With ``into``, that one.
+
+        Raises:
+          UnsupportedError: an array that is missing, deleted, or of another shape, dtype or sharding than planned.
+        """
+        out, back = self._moved(params)
+        if into is not None:
+            return _written(into, out)
+        if self._renamed:
+            return nested(out)
+        moved = back(out)
+        return _updated(params, moved) if self.donate and self._prepare is None else moved
+
+    def offer(self, params: Any, uuid: int = 0, *, host: str = "127.0.0.1") -> str:
+        """Move a tree, and offer the result to another job, which plans a move to the same shardings and calls :meth:`fetch`.
+
+        The target is a mesh of this job's devices, with the axes and sizes of the mesh in the other job. The arrays stay allocated
+        until they are fetched.
+
+        Args:
+          params: as for a call.
+          uuid: a number that no other pending offer has; ``fetch`` takes the same one.
+          host: the address of this host, as the other one reaches it.
+
+        Returns:
+          The address for ``fetch``.
+
+        Raises:
+          UnsupportedError: JAX has no transfer server, or a job has several processes.
+        """
+        transfers = server(host)
+        transfers.await_pull(uuid, self._moved(params)[0])
+        return transfers.address()
+
+    def fetch(self, address: str, uuid: int = 0, *, into: Any = None, host: str = "127.0.0.1") -> Any:
+        """The tree of the target that another job offers: nested dicts, or ``into`` with its arrays, as of a call.
+
+        Args:
+          address: that :meth:`offer` returned.
+
+        Raises:
+          UnsupportedError: as :meth:`offer`.
+        """
+        shapes = {a.path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.arrays}
+        out = server(host).connect(address).pull(uuid, shapes)
+        return nested(out) if into is None else _written(into, out)
+
+    def _moved(self, params: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
+        """(path in the target → array, the function from these to the tree of ``params``)."""
+        found, back = by_name(params if self._prepare is None else self._prepare(params))
+        self._check(found)
+        out: dict[str, Any] = {}
+        for k, of in enumerate(self.rounds):
+            program = self.program(k)
+            if program is None:
+                out.update((a.path, place(found[a.sources[0]], a.sharding, copy=True)) for a in of)
+            else:
+                out.update(program(found))
+        return out, back
+
+    def _check(self, found: Mapping[str, Any]) -> None:
+        """Raise UnsupportedError for an array that is not as it was planned."""
+        for array in self.arrays:
+            for path, operand in zip(array.sources, array.operands, strict=True):
+                x = found.get(path)
+                if x is None:
+                    raise UnsupportedError(
+                        f"the tree has no `{path}`, which this move was planned for", path=path,
+                        fixes=did_you_mean(path, found, "arrays"),
+                    )  # fmt: skip
+                if isinstance(x, jax.Array) and x.is_deleted():
+                    raise UnsupportedError(
+                        f"{path}: this array was donated or deleted", path=path,
+                        fixes=["move with donate=False, or a copy of it"],
+                    )  # fmt: skip
+                if x.shape != operand.shape or x.dtype != array.old_dtype:
+                    raise UnsupportedError(
+                        f"{path} is {x.dtype}{list(x.shape)}, and the move was planned for "
+                        f"{array.old_dtype}{list(operand.shape)}", path=path, shape=x.shape,
+                        fixes=["plan another move: mp.move(params, …)"],
+                    )  # fmt: skip
+                planned = operand.sharding
+                if array.route is not None and not x.sharding.is_equivalent_to(planned, x.ndim):
+                    raise UnsupportedError(
+                        f"{path} has the sharding {getattr(x.sharding, 'spec', x.sharding)}, and the move was planned from "
+                        f"{planned.spec}", path=path, shape=x.shape,
+                        fixes=["leave source= out: the move then starts from the shardings of the arrays"],
+                    )  # fmt: skip
+
+
+def _written(into: Any, arrays: Mapping[str, Any]) -> Any:
+    """A module or tree with some of its arrays replaced, by their paths.
+
+    Raises:
+      UnsupportedError: it has no such path.
+    """
+    has, back = by_name(into)
+    if (other := next((p for p in arrays if p not in has), None)) is not None:
+        raise UnsupportedError(f"into= has no `{other}`", path=other, fixes=did_you_mean(other, has, "arrays"))
+    return _updated(into, back({**has, **arrays}))
+
+
+def _updated(x: Any, moved: Any) -> Any:
+    """An nnx module with the arrays of ``moved``, its copy; of another tree, ``moved``."""
+    if not nnx.is_graph_node(x):
+        return moved
+    nnx.update(x, nnx.state(moved))
+    return x

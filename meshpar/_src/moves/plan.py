@@ -1,0 +1,259 @@
+"""The plan of a move: the route of every array, its bytes and seconds, rounds that bound the memory, and the peak."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from ..hardware.chips import Chip
+from ..hardware.collective_ops import collective_volume
+from ..hardware.collective_time import seconds_of
+from ..hardware.topology import Places, Stage, torus_of
+from ..plan.collectives import Collective, stage_bytes_sent
+from ..plan.spec import itemsize_of, local_shape
+from .route import Operand, Route, joint_elements, spec_of
+
+MAX_ROUND_SHARE = 0.1
+"""Fraction of the bytes of a device that a round may need in addition."""
+MIN_ROUND_BYTES = 2**25
+"""Bytes that a round may always need: smaller rounds and chunks would take longer, for little memory."""
+
+LINKS = {"slice": "DCN", "switch": "NVLink", "core": "chip", "": "links"}
+"""Dim of a torus stage → the kind of its links in reports; all others are ICI."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedArray:
+    """An array of the target, and how it is made.
+
+    Attributes:
+      path: in the tree of the target.
+      sources: paths of the arrays of the source that it is made of; several: it is their concatenation.
+      dims: the names of its dims on either side, ``batch seq → batch cache`` where they differ.
+      shape: its global shape.
+      old_dtype, dtype: before and after; the narrower one is sent.
+      operands: the arrays of the source.
+      sharding: after the move.
+      route: how it moves; None: ``jax.device_put`` copies it from host memory, or it is a random key.
+      chunks: (number of a part of its dims, number of chunks along it that are moved sequentially); (0, 1): all at once.
+      in_place: a donated array is replaced chunk by chunk.
+      collectives: what a device sends.
+      links: kind of link → bytes that a device sends over it: ``ICI``, ``NVLink``, ``DCN``, ``host``, ``links`` if not known.
+    """
+
+    path: str
+    sources: tuple[str, ...]
+    dims: str
+    shape: tuple[int, ...]
+    old_dtype: Any
+    dtype: Any
+    operands: tuple[Operand, ...]
+    sharding: NamedSharding
+    route: Route | None
+    chunks: tuple[int, int]
+    in_place: bool
+    collectives: tuple[Collective, ...]
+    links: dict[str, float]
+
+    @property
+    def wire(self) -> float:
+        """Bytes of an element that is sent."""
+        return min(itemsize_of(self.old_dtype), itemsize_of(self.dtype))
+
+    @property
+    def before(self) -> float:
+        """Bytes of a shard of its operands; in host memory 0."""
+        if self.route is None:
+            return 0.0
+        return itemsize_of(self.old_dtype) * sum(_elements(o.sharding, o.shape) for o in self.operands)
+
+    @property
+    def after(self) -> float:
+        """Bytes of a shard of the target."""
+        return itemsize_of(self.dtype) * _elements(self.sharding, self.shape)
+
+    @property
+    def temporary(self) -> float:
+        """Bytes that its round needs in addition to the arrays: two copies of a block or chunk on the way."""
+        if self.route is None:
+            return 0.0
+        if self.route.rounds:
+            chunk = max(self.before, self.after) * (self.chunks[1] > 1)
+            return (2 * self.wire * max(math.prod(r.shape) for r in self.route.rounds) + chunk) / self.chunks[1]
+        return 2 * max(self.before, self.after) / self.chunks[1] if self.route.joints else 0.0
+
+
+def _elements(sharding: NamedSharding, shape: Sequence[int]) -> int:
+    return math.prod(local_shape(shape, spec_of(sharding, len(shape)), dict(sharding.mesh.shape)))
+
+
+def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> tuple[int, int]:
+    """The part of the dims, sharded on neither side, and the number of chunks along it with which no chunk of an array has more
+    than ``most`` bytes, or as few as possible: along the first dim if it is such a part, since an array is then replaced in place.
+
+    Args:
+      size: bytes of the larger shard.
+    """
+    if route.parts is None:  # by rounds: the first dim, if no block is a part of it
+        whole = shape and all(r.operand == 0 and r.shape[0] == shape[0] for r in route.rounds)
+        free = {0: shape[0]} if whole else {}
+    else:
+        sharded = {*route.parts.have.values(), *route.parts.need.values()}
+        free = {k: n for k, n in enumerate(route.parts.sizes) if k not in sharded and route.joints}
+    fits = {k: next((c for c in range(1, n + 1) if n % c == 0 and size / c <= most), n) for k, n in free.items()}
+    return min(fits.items(), key=lambda x: (size / x[1] > most, x[0]), default=(0, 1))
+
+
+# -- traffic
+
+
+def collectives_of(
+    route: Route, operands: Sequence[Operand], path: str, dims: str, shape: tuple[int, ...], dtype: Any, wire: float,
+    chunks: int, cause: str, chip: Chip | None,
+) -> tuple[tuple[Collective, ...], dict[str, float]]:  # fmt: skip
+    """(the records of the collectives of a route, kind of link → bytes that a device sends at most).
+
+    Args:
+      wire: bytes of an element that is sent; dtype: its name.
+      chunks: every collective runs once for each.
+    """
+    if route.rounds:
+        return _permutes(route, path, dims, shape, dtype, wire, chunks, cause, chip)
+    assert route.parts is not None
+    assert route.mesh is not None
+    torus = torus_of(program_mesh(route)) if isinstance(operands[0].sharding.mesh, Mesh) else {}
+    of = {name: axis for axis, names in route.mesh.source.items() for name in names}
+    records, links = [], dict[str, float]()
+    steps = zip(route.joints, joint_elements(shape, route.mesh, route.parts, route.joints), strict=True)
+    for joint, (_, sent) in steps:
+        if joint.op == "slice":
+            continue
+        stages = [s for a in joint.axes for s in torus.get(a, (Stage(route.mesh.sizes[a]),))]
+        n, group = sent * wire / chunks, math.prod(s.size for s in stages)
+        seconds = None if chip is None else seconds_of(joint.op, collective_volume(joint.op, n, group), stages, chip)
+        axes = tuple(dict.fromkeys(of[a] for a in joint.axes))
+        c = Collective(joint.op, axes, path, dims, shape, dtype, n, chunks, cause, seconds=seconds)
+        records.append(c)
+        for stage, of_stage in stage_bytes_sent(
+            Collective(joint.op, ("",), "", "", (), "", n, 1, ""), {"": tuple(stages)}
+        ):
+            kind = LINKS.get(stage.dim, "ICI")
+            links[kind] = links.get(kind, 0.0) + of_stage * chunks
+    return tuple(records), links
+
+
+def _permutes(
+    route: Route,
+    path: str,
+    dims: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    wire: float,
+    chunks: int,
+    cause: str,
+    chip: Chip | None,
+) -> tuple[tuple[Collective, ...], dict[str, float]]:
+    """As :func:`collectives_of`, of a route in rounds of permutes."""
+    sending = [r for r in route.rounds if any(s != t for s, t in r.pairs)]
+    if not sending:
+        return (), {}
+    has_places = chip is not None and not chip.switch and getattr(route.devices[0], "coords", None) is not None
+    places = Places.of(np.array(route.devices, dtype=object)) if has_places else None
+    kinds: dict[str, np.ndarray] = {}
+    seconds = 0.0
+    for step in sending:
+        size, slowest, hops = math.prod(step.shape) * wire, 0.0, []
+        for s, t in step.pairs:
+            if s == t:
+                continue
+            dim, count = _link(route.devices[s], route.devices[t], (s, t), places, chip)
+            kinds.setdefault(LINKS.get(dim, "ICI"), np.zeros(len(route.devices)))[s] += size
+            hops.append(count)
+            if chip is not None:
+                slowest = max(slowest, chip.latency * count, size / chip.rate(dim))
+        # messages over several links share them: each device has a link in each dimension of the torus
+        crowd = 1.0 if chip is None else max(1.0, sum(hops) / len(hops) / max(1, len(chip.torus)))
+        seconds += slowest * crowd
+    calls = len(sending) * chunks
+    n, each = float(route.sent.max()) * wire / calls, None if chip is None else seconds / calls
+    record = Collective("collective-permute", ("devices",), path, dims, shape, dtype, n, calls, cause, seconds=each)
+    return (record,), {kind: float(sent.max()) for kind, sent in kinds.items()}
+
+
+def _link(a: Any, b: Any, pair: tuple[int, int], places: Places | None, chip: Chip | None) -> tuple[str, int]:
+    """(dim of the links between two devices, number of links that a message passes)."""
+    if places is not None:
+        stage, hops = places.hop(pair)
+        return ("slice", 1) if getattr(a, "slice_index", 0) != getattr(b, "slice_index", 0) else (stage.dim, hops)
+    if chip is None:
+        return "", 1
+    return ("switch" if a.process_index == b.process_index else "slice"), 1
+
+
+def program_mesh(route: Route) -> Mesh:
+    """The mesh on which a route runs: the prime axes, or one axis ``devices``."""
+    sizes = {"devices": len(route.devices)} if route.mesh is None or not route.mesh.sizes else route.mesh.sizes
+    return Mesh(np.array(route.devices, dtype=object).reshape(tuple(sizes.values())), tuple(sizes))
+
+
+# -- rounds and memory
+
+
+def ordered(arrays: Iterable[MovedArray]) -> list[MovedArray]:
+    """The arrays in the order with the lowest peak, as the donated ones are freed one after the other (Johnson, 1954): first those
+    that shrink, the smallest result first, then those that grow, the largest source first."""
+    return sorted(arrays, key=lambda a: (a.after >= a.before, a.after if a.after < a.before else -a.before))
+
+
+def rounds_of(arrays: Sequence[MovedArray], most: float) -> tuple[tuple[MovedArray, ...], ...]:
+    """The arrays in rounds, each a program that needs at most ``most`` bytes in addition, or has one array."""
+    rounds: list[list[MovedArray]] = []
+    key: Any = None
+    total = 0.0
+    for array in arrays:
+        need = array.temporary if array.in_place else array.temporary + max(array.before, array.after)
+        own = None if array.route is None else (array.route.devices, array.route.mesh and tuple(array.route.mesh.sizes))
+        if not rounds or own != key or total + need > most:
+            rounds.append([])
+            key, total = own, 0.0
+        rounds[-1].append(array)
+        total += need
+    return tuple(map(tuple, rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of a device during a move.
+
+    Attributes:
+      source, target: of all arrays before and after.
+      peak: the most that are allocated at once on a device that has both; without donation at least their sum.
+      round: of the peak, from 0.
+    """
+
+    source: float
+    target: float
+    peak: float
+    round: int
+
+
+def memory_of(rounds: Sequence[Sequence[MovedArray]], donate: bool) -> Memory:
+    """The memory of a device that has the source and the target of all arrays."""
+    last = {path: k for k, of in enumerate(rounds) for a in of for path in a.sources}
+    sizes = {p: itemsize_of(a.old_dtype) * _elements(o.sharding, o.shape)
+             for of in rounds for a in of if a.route for p, o in zip(a.sources, a.operands, strict=True)}  # fmt: skip
+    source, target = sum(sizes.values()), sum(a.after for of in rounds for a in of)
+    live, peak, at = source, source, 0
+    for k, of in enumerate(rounds):
+        grows = sum(a.after for a in of if not a.in_place)
+        during = live + grows + sum(a.temporary for a in of)
+        if during > peak:
+            peak, at = during, k
+        freed = sum(sizes.get(p, 0.0) for p in {p for a in of for p in a.sources} if last[p] == k) if donate else 0.0
+        live += sum(a.after for a in of) - freed
+    return Memory(source, target, peak, at)

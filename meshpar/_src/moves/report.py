@@ -1,0 +1,102 @@
+"""A move in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from ..compat.jax import axes_of_spec
+from ..report.colours import AxisColours
+from ..report.facts import grouped
+from ..report.html import collectives_table
+from ..report.tables import Cell, Table, hanging, number
+from ..report.text import collectives_block
+from ..units import format_bytes, format_memory, format_seconds
+from .plan import LINKS
+from .planned import MovePlan, Side
+
+
+def move_title(move: MovePlan) -> str:
+    """``8 devices (data=8) → 4 devices (model=4)``, and what a device sends."""
+    return f"{_side(move.source)} → {_side(move.target)}, each device sends {format_bytes(move.bytes_sent)}"
+
+
+def _side(side: Side) -> str:
+    return f"{side.devices} device{'s' * (side.devices != 1)} ({', '.join(f'{a} {n}' for a, n in side.mesh.items())})"
+
+
+def _lines(move: MovePlan) -> Iterator[tuple[str, str]]:
+    """(label, text) of the summary."""
+    memory, seconds = move.memory, move.seconds
+    for name, side in (("source", move.source), ("target", move.target)):
+        yield name, _side(side) + f"  {side.layout}" * bool(side.layout)
+    took = "" if seconds is None else f" in {format_seconds(seconds)}"
+    over = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in move.links.items() if kind != LINKS[""])
+    yield "sends", f"{format_bytes(move.bytes_sent)} a device{took}" + f": {over}" * bool(over)
+    yield "receives", f"{format_bytes(move.bytes_received)} a device: what it needs and does not have"
+    yield "rounds", move.rounds_text
+    frees = "each round frees its part of the source" if move.donate else "not donated: the source stays"
+    sizes = f"before {format_memory(memory.source)}, after {format_memory(memory.target)}; {frees}"
+    yield "needs", f"{format_memory(memory.peak)} at the peak, on a device of both sides: {sizes}"
+
+
+def _arrays(move: MovePlan, colours: AxisColours) -> Table:
+    """The arrays, grouped by dims and shardings."""
+    rows = []
+    groups = grouped(move.arrays, lambda a: (a.dims, *(str(o.sharding.spec) for o in a.operands), str(a.sharding.spec)))
+    for group in groups:
+        a = group[0]
+        names = a.dims.split(" → ")
+        sides = [(names[0], a.operands[0].sharding, a.operands[0].shape), (names[-1], a.sharding, a.shape)]
+        cells = [
+            colours.dims(list(zip(dims.split(), axes_of_spec(s.spec, len(shape)), strict=True)))
+            if len(dims.split()) == len(shape) else Cell(str(s.spec))
+            for dims, s, shape in sides
+        ]  # fmt: skip
+        cast = str(a.dtype) if a.dtype == a.old_dtype else f"{a.old_dtype} → {a.dtype}"
+        sent = sum(sum(x.links.values()) for x in group)
+        before, after = sum(x.before for x in group), sum(x.after for x in group)
+        rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), number(format_memory(before), before),
+                     number(format_memory(after), after), number(format_bytes(sent), sent)])  # fmt: skip
+    columns = [
+        ("before", ""),
+        ("after", ""),
+        ("dtype", ""),
+        ("arrays", "n"),
+        ("bytes before", "n"),
+        ("bytes after", "n"),
+        ("sends", "n"),
+    ]
+    return Table(columns, rows, "each device moves")
+
+
+def _colours(move: MovePlan) -> AxisColours:
+    return AxisColours(move.source.mesh, move.target.mesh, ["devices"])
+
+
+def move_renderable(move: MovePlan) -> Any:
+    """The move for rich: summary, collectives with their causes, arrays."""
+    colours, timed = _colours(move), move.chip is not None
+    head = hanging([(Text(name, "bold"), colours.layout(text)) for name, text in _lines(move)])
+    return Group(
+        head,
+        Text(),
+        collectives_block(move.collectives, colours, timed, when="for the move", name="move"),
+        Text(),
+        _arrays(move, colours).terminal(),
+    )
+
+
+def move_html(move: MovePlan) -> str:
+    """The body of the page of a move."""
+    colours = _colours(move)
+    rows = "".join(f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in _lines(move))
+    return (
+        f'<h1>{escape(move_title(move))}</h1><dl class="facts">{rows}</dl>'
+        f"<section><h2>Collectives</h2>{collectives_table(move.collectives, colours, move.chip is not None)}</section>"
+        f"<section><h2>Arrays</h2>{_arrays(move, colours).html()}</section>"
+    )

@@ -1,0 +1,213 @@
+"""Audits of replicated arrays during a run: digests of their copies are compared, and the device whose copy differs is named.
+
+A layout says which arrays are replicated over which mesh axes, so their copies are equal bit by bit as long as all devices compute
+and store correctly. A flipped bit in the memory of a device, or a device that computes other numbers, makes a copy differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...errors import DigestError, UnsupportedError
+from ..compat.jax import axes_of_spec
+from ..dims import did_you_mean, format_dims
+from ..global_arrays import of_parts
+from ..plan.plan import Plan
+from .digest import _device_memory, digest_of
+from .names import by_name
+
+Axes = tuple[str, ...]
+_Part = tuple[list[str], tuple[Axes, ...], tuple[jax.Array, ...]]
+"""Paths of arrays, the axes over which they have copies, the results of :func:`audit_function`."""
+MAX_ARRAYS = 64
+"""Arrays of one compiled function: compilation takes more than linear time. Functions of equal shapes are compiled once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Copies of an array that differ.
+
+    Attributes:
+      path, dims: of the array in the tree of arguments, and its dims as text.
+      devices: the ``jax.Device`` objects whose copy differs from the majority; without a majority, all that have copies of the
+        shard.
+      copies: number of copies of each shard.
+      certain: a majority of the copies is equal, so that the devices are the ones that differ.
+      after: the step after which the last audit found no difference; None: there was none in this process.
+      by: the step after which the difference was found.
+    """
+
+    path: str
+    dims: str
+    devices: tuple[Any, ...]
+    copies: int
+    certain: bool
+    after: int | None
+    by: int
+
+    def __str__(self) -> str:
+        """``state/params/up (embed mlp): device 5 of process 0 differs from 3 copies; after step 100, by step 200``."""
+        names = ", ".join(f"device {d.id} of process {d.process_index}" for d in self.devices)
+        what = "differs from the majority" if self.certain else "differ from each other, without a majority"
+        since = "" if self.after is None else f"after step {self.after}, "
+        return f"{self.path} ({self.dims}): {names} {what} of {self.copies} copies; {since}by step {self.by}"
+
+
+def replicated_axes(x: Any) -> Axes:
+    """The mesh axes over which an array in device memory has copies; empty for other values."""
+    sharding = getattr(x, "sharding", None)
+    if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)):
+        return ()
+    if sharding.memory_kind not in (None, _device_memory()):
+        return ()
+    split = {axis for axes in axes_of_spec(sharding.spec, x.ndim) for axis in axes}
+    return tuple(axis for axis, n in sharding.mesh.shape.items() if n > 1 and axis not in split)
+
+
+def audit_function(mesh: Any, specs: Sequence[PartitionSpec], axes: Sequence[Axes]) -> Callable[..., Any]:
+    """A function of numbers of the processes, float32 [devices, 2], and of arrays, whose copies over ``axes`` are compared.
+
+    It returns the digests of the shards, uint32 [devices, arrays, 2]; replicated whether the copies of each array differ, uint32
+    [arrays]; and replicated the numbers. A device reads its shards once, and sends 16 bytes for each array.
+
+    Args:
+      mesh: of all arrays; an abstract mesh serves for a plan of the function.
+      specs: of the arrays.
+      axes: of each array, those that its spec does not use.
+    """
+
+    every = mesh.axis_names
+
+    def local(numbers: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        digests = jnp.stack([digest_of(x) for x in arrays])
+        differ = jnp.zeros(len(arrays), jnp.uint32)
+        for over in dict.fromkeys(axes):
+            rows = np.array([k for k, of in enumerate(axes) if of == over])
+            own = digests[rows]
+            largest, complement = jax.lax.pmax(jnp.stack([own, ~own]), over)
+            differ = differ.at[rows].set(jnp.any(largest != ~complement, axis=1).astype(jnp.uint32))
+        return digests[None], jax.lax.pmax(differ, every), jax.lax.all_gather(numbers, every, tiled=True)
+
+    split, one = PartitionSpec(every), PartitionSpec()
+    return jax.shard_map(local, mesh=mesh, in_specs=(split, *specs), out_specs=(split, one, one), check_vma=False)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(mesh: Mesh, specs: tuple[PartitionSpec, ...], axes: tuple[Axes, ...]) -> Callable[..., Any]:
+    return jax.jit(audit_function(mesh, specs, axes))
+
+
+@functools.lru_cache(maxsize=16)
+def _gather(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    """A function that replicates an array."""
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+class Audit:
+    """The audits of a run: :meth:`start` computes digests asynchronously, :meth:`finish` returns what they show."""
+
+    def __init__(self, plan: Plan):
+        """Audit the arguments of the step of a plan."""
+        self._dims = {x.path: format_dims(x.dims) for x in plan.inputs}
+        self._pending: tuple[int, Mesh, list[_Part]] | None = None
+        self._clean: int | None = None
+        self.share = 0.0
+        """The fraction of the bytes of the last audited state, on a device, that have a copy on another device."""
+        self.seconds: dict[int, tuple[float, float]] = {}
+        """Process → its ``seconds`` of the last audit."""
+
+    def start(self, step: int, state: Mapping[str, Any], seconds: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Start an audit; the arrays may be donated afterwards.
+
+        Args:
+          step: the number of the step that returned the state.
+          state: argument of the step → its new value. All processes audit the same arrays after the same steps.
+          seconds: of a step of this process, and the part of it in which this process did not wait for its devices.
+
+        Raises:
+          UnsupportedError: no argument of the step has such a name, or none of the arrays is replicated.
+        """
+        leaves, _ = by_name(dict(state))
+        for path in leaves.keys() - self._dims.keys():
+            raise UnsupportedError(
+                f"audit: the step has no argument {path!r}", fixes=did_you_mean(path, self._dims, "arguments")
+            )
+        on = {path: x for path, x in leaves.items() if isinstance(x, jax.Array)}
+        copied: dict[str, Any] = {path: x for path, x in on.items() if replicated_axes(x)}
+        meshes = {x.sharding.mesh for x in copied.values()}
+        if len(meshes) != 1:
+            what = "is on the same mesh" if meshes else "is replicated"
+            fix = "a layout in which a mesh axis shards the batch only, such as HSDP; without audit="
+            raise UnsupportedError(f"audit: no array of {', '.join(state)} {what}", fixes=[fix])
+        (mesh,) = meshes
+        sizes = {path: x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for path, x in on.items()}
+        self.share = sum(sizes[path] for path in copied) / sum(sizes.values())
+        own = np.array([seconds], np.float32)
+        numbers = of_parts((mesh.size, 2), NamedSharding(mesh, PartitionSpec(mesh.axis_names)), lambda _: own)
+        alike = sorted(copied, key=lambda path: f"{copied[path].dtype}{copied[path].shape}{copied[path].sharding.spec}")
+        self._pending = step, mesh, []
+        for at in range(0, len(alike), MAX_ARRAYS):
+            part = {path: copied[path] for path in alike[at : at + MAX_ARRAYS]}
+            axes = tuple(replicated_axes(x) for x in part.values())
+            run = _compiled(mesh, tuple(x.sharding.spec for x in part.values()), axes)
+            self._pending[-1].append((list(part), axes, run(numbers, *part.values())))
+
+    def finish(self) -> list[Fault]:
+        """Wait for the audit that was started; returns the arrays whose copies differ, and an empty list without an audit."""
+        if self._pending is None:
+            return []
+        (step, mesh, parts), self._pending, faults = self._pending, None, []
+        rows = zip(mesh.devices.flat, np.asarray(parts[0][2][2]).tolist(), strict=True)
+        self.seconds = {device.process_index: (whole, own) for device, (whole, own) in rows}
+        for paths, axes, (digests, differ, _) in parts:
+            bad = np.flatnonzero(np.asarray(differ))
+            if bad.size:
+                every = np.asarray(_gather(mesh)(digests)).reshape(*mesh.devices.shape, len(paths), 2)
+                faults += [self._fault(paths[k], mesh, axes[k], every[..., k, :], step) for k in bad]
+        self._clean = self._clean if faults else step
+        return faults
+
+    def _fault(self, path: str, mesh: Mesh, over: Axes, digests: np.ndarray, step: int) -> Fault:
+        """The fault of an array, from the digests of all devices, uint32 of the shape of the mesh and 2."""
+        last = [mesh.axis_names.index(axis) for axis in over]
+        copies = math.prod(mesh.devices.shape[k] for k in last)
+
+        def rows(of: np.ndarray) -> np.ndarray:
+            """The entries of a row are those of the devices with the same shard."""
+            return np.moveaxis(of, last, range(-len(last), 0)).reshape(-1, copies)
+
+        found, certain = [], True
+        for values, devices in zip(
+            rows(digests.astype(np.uint64) @ np.array([1 << 32, 1], np.uint64)), rows(mesh.devices), strict=True
+        ):
+            distinct, counts = np.unique(values, return_counts=True)
+            if len(distinct) > 1:
+                majority = 2 * counts.max() > copies
+                certain = certain and majority
+                found += [
+                    d for d, x in zip(devices, values, strict=True) if not (majority and x == distinct[counts.argmax()])
+                ]
+        return Fault(path, self._dims[path], tuple(found), copies, bool(certain), self._clean, step)
+
+
+def raise_faults(faults: Sequence[Fault]) -> None:
+    """Raise a DigestError that names the devices and arrays of these faults, if there are any."""
+    if faults:
+        first, more = faults[0], f"; and {len(faults) - 1} more arrays" * (len(faults) > 1)
+        safe = "of an earlier step" if first.after is None else f"of step {first.after} or before"
+        fixes = [
+            f"restart from a checkpoint {safe}, without these devices",
+            "mp.check finds a step that computes replicas differently",
+        ]
+        raise DigestError(
+            f"copies of an array on the devices differ: {first}{more}", path=first.path, dims=first.dims, fixes=fixes
+        )

@@ -1,0 +1,392 @@
+"""The forecast of a training run on one or several topologies, and its report."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Group
+from rich.text import Text
+
+from ...errors import UnsupportedError
+from ..cost.time import time_of
+from ..dims import did_you_mean
+from ..hardware.chips import CHIPS
+from ..options import option
+from ..plan.plan import Plan, ShardedArray
+from ..report.document import Document
+from ..report.facts import fits, layout_text, title
+from ..report.tables import Cell, Table, hanging, html_picture, number
+from ..units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_memory,
+    format_seconds,
+    mesh_text,
+    parse_duration,
+)
+from .failures import Job
+
+DAY = 86400.0
+MIN_GOODPUT = 0.01
+"""Fraction of productive time below which a run is refused: its end could not be simulated in reasonable time."""
+MAX_SAVE_LOSS = 0.01
+"""Fraction by which the longest save interval that is reported lengthens the run."""
+MIN_COPIES_GAIN = 0.01
+"""Fraction of the days of a run from which on copies in memory are said to pay."""
+PARTS = {"ink": "productive", "m0": "saves", "m2": "repeated", "wait": "restarts"}
+"""CSS class → part of the time of a run."""
+SOURCES = {
+    "mtbf": "of a chip; H100s of Llama 3: 419 unexpected interruptions in 54 days of 16,384 GPUs (Dubey et al. 2024)",
+    "restart": "until a failure is detected and the job starts again; MegaScale: less than 10 minutes (Jiang et al. 2024)",
+    "compile_time": "an assumption; `compile_seconds` of mp.compile is a measurement",
+    "save_time": "the bytes on a device over its link to the host; Checkpoints writes in the background",
+    "bandwidth": "of a chip to and from storage; Llama 3: 2 TB/s sustained for 16,384 GPUs (Dubey et al. 2024)",
+}
+"""Option → the source of its default."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Parameters of a run; ``SOURCES`` has the sources of the defaults. Durations are given as seconds or as text, ``"10m"``."""
+
+    step_tokens: float | None = option(None, "--step-tokens", "tokens of a step (default: of its largest int argument)")
+    mtbf: float = option(50000 * 3600.0, "--mtbf", "mean time between failures of one chip (50000h)")
+    restart: float = option(600.0, "--restart", "from a failure until the job starts again (10m)")
+    compile_time: float = option(60.0, "--compile-time", "at each start (1m)")
+    save_time: float | None = option(None, "--save-time", "a save blocks the job (default: for the copy to the host)")
+    bandwidth: float = option(1.2e8, "--bandwidth", "bytes/s of each chip to and from storage (1.2e8)")
+    trials: int = option(1000, "--trials", "simulated runs of each topology (%(default)s)")
+    price: Any = option(None, "--price", "a TOML or JSON file: chip = price of an hour", metavar="FILE")
+
+    def __post_init__(self) -> None:
+        """Read durations, numbers and the file of prices, as the command line gives them.
+
+        Raises:
+          UnsupportedError: text that is no duration or number, a value that is not positive, prices that cannot be read.
+        """
+        for name in ("mtbf", "restart", "compile_time", "save_time", "step_tokens", "bandwidth", "trials"):
+            value, may_be_0 = getattr(self, name), name in ("restart", "compile_time", "save_time")
+            if value is None:
+                continue
+            try:
+                read = parse_duration(value) if may_be_0 or name == "mtbf" else float(value)
+            except ValueError as error:
+                raise UnsupportedError(f"{name}: {error}") from None
+            if not (0 < read < math.inf or (read == 0 and may_be_0)):
+                raise UnsupportedError(f"{name}={value}: it must be positive and finite")
+            object.__setattr__(self, name, read)
+        object.__setattr__(self, "price", _prices(self.price))
+
+
+def _prices(given: Mapping[str, float] | str | Path | None) -> dict[str, float]:
+    """Chip → price of an hour, from a mapping or a file of TOML or JSON.
+
+    Raises:
+      UnsupportedError: the file cannot be read, there is no such chip, or a price is no positive number.
+    """
+    found: Any = given
+    fixes = ["a line of TOML for each chip: v5p = 4.2"]
+    try:
+        if isinstance(given, str | Path):
+            found = (json if str(given).endswith(".json") else tomllib).loads(Path(given).read_text("utf8"))
+        for chip, price in () if given is None else dict(found).items():
+            if chip not in CHIPS:
+                fixes = did_you_mean(chip, CHIPS, "chips")
+                raise ValueError(f"there is no chip {chip!r}")
+            if not (isinstance(price, int | float) and 0 < price < math.inf):
+                raise ValueError("a price is a positive number")
+    except (OSError, ValueError, TypeError) as error:
+        raise UnsupportedError(f"price={str(given)!r}: {error}", fixes=fixes) from None
+    return dict(found or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """The 5th, 50th and 95th percentile of a quantity over the simulated runs."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Percentiles:
+        """The percentiles of the entries of an array."""
+        return cls(*(float(x) for x in np.percentile(values, (5, 50, 95))))
+
+    def text(self, form: Callable[[float], str]) -> str:
+        """``31.2 (31.0–31.5)``, where ``form`` is the text of a number."""
+        return f"{form(self.median)} ({form(self.low)}–{form(self.high)})"
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A run on one topology.
+
+    Attributes:
+      topology, mesh, layout: as text; the topology of attached devices is "".
+      chips: their number.
+      fits: whether the plan fits into the memory of a device.
+      job: seconds of a step, of saves and of restarts; the mean time between failures.
+      checkpoint_bytes: of the parameters and the optimizer state of all devices together.
+      save_every: steps between two saves; with ``save_at_most`` the expected time is :data:`MAX_SAVE_LOSS` longer.
+      days, goodput, failures, cost: of the run; the goodput is the fraction of the time that is productive. Cost in the currency of
+        the prices; None: no price of the chip is given.
+      parts: mean seconds of productive steps, saves, repeated steps, and the start with restarts.
+      copies_days: expected days that copies in memory save: each host has a copy of the state of another host in its memory, from
+        which the job restarts (Wang et al., Gemini, SOSP 2023); saves block as long as before.
+      copies_bytes: of host memory for each chip, for its own state and for the copy.
+    """
+
+    topology: str
+    mesh: str
+    layout: str
+    chips: int
+    fits: bool
+    job: Job
+    checkpoint_bytes: float
+    save_every: int
+    save_at_most: int
+    days: Percentiles
+    goodput: Percentiles
+    failures: Percentiles
+    cost: Percentiles | None
+    parts: tuple[float, ...]
+    copies_days: float
+    copies_bytes: float
+
+    @property
+    def where(self) -> str:
+        """The topology, or ``attached devices``."""
+        return self.topology or "attached devices"
+
+    @property
+    def save_seconds(self) -> tuple[float, ...]:
+        """Seconds from one save to the next, for ``save_every`` and for ``save_at_most``."""
+        return tuple(n * self.job.step + self.job.save for n in (self.save_every, self.save_at_most))
+
+    @property
+    def copies_pay(self) -> bool:
+        """Whether copies in memory save more than :data:`MIN_COPIES_GAIN` of the days."""
+        return self.copies_days > MIN_COPIES_GAIN * self.days.median
+
+
+@dataclass(frozen=True)
+class RunPlan(Document):
+    """The forecast of a run; print it, show it in a notebook, or save it.
+
+    Attributes:
+      name: of the step.
+      tokens: of the run; ``step_tokens``: of a step.
+      options: the parameters.
+      rows: one for each topology.
+    """
+
+    name: str
+    tokens: float
+    step_tokens: float
+    options: RunOptions
+    rows: tuple[RunRow, ...]
+
+    @property
+    def best(self) -> RunRow:
+        """The row that takes the least time, of those that fit if any does."""
+        return min(self.rows, key=lambda row: (not row.fits, row.days.median))
+
+    @property
+    def cheapest(self) -> RunRow | None:
+        """The row of the lowest cost, of those that fit and have a price; None: there is none."""
+        with_cost = [(row.cost.median, k) for k, row in enumerate(self.rows) if row.cost is not None and row.fits]
+        return self.rows[min(with_cost)[1]] if with_cost else None
+
+    def to_json(self) -> str:
+        """The forecast as JSON: parameters, and the rows with the seconds between saves."""
+        options = {**asdict(self.options), "sources": self._sources()}
+        rows = [{**asdict(row), "save_seconds": row.save_seconds, "copies_pay": row.copies_pay} for row in self.rows]
+        return json.dumps({**asdict(self), "options": options, "rows": rows})
+
+    def _title(self) -> str:
+        steps = f"{format_count(self.rows[0].job.steps)} steps of {format_count(self.step_tokens)} tokens"
+        return f"{self.name}: {format_count(self.tokens)} tokens in {steps}"
+
+    def _sources(self) -> dict[str, str]:
+        """Option → the source of its value."""
+        own, default = vars(self.options), vars(RunOptions())
+        return {name: text if own[name] == default[name] else "given" for name, text in SOURCES.items()}
+
+    def _assumptions(self) -> list[tuple[str, str]]:
+        """(name, value and source) of the parameters."""
+        o, sources = self.options, self._sources()
+        values = format_duration(o.restart), format_duration(o.compile_time), format_seconds(self.best.job.save)
+        texts = f"{o.mtbf / 3600:,.0f} h", *values, f"{format_bytes(o.bandwidth)}/s"
+        return [(k.replace("_", " "), f"{text}: {sources[k]}") for k, text in zip(SOURCES, texts, strict=True)]
+
+    def _tables(self) -> list[Table]:
+        """Days, goodput and cost of each topology; where the time goes; and saves, restarts and copies in memory."""
+        several, with_cost = len(self.rows) > 1, any(row.cost for row in self.rows)
+        names = [Cell(r.where, terminal=Text(r.where, "bold" * (several and r == self.best))) for r in self.rows]
+        tables = zip(*(_cells(row, with_cost) for row in self.rows), strict=True)
+        return [
+            Table(
+                [("topology", "word"), *((head, "n") for head in rows[0])],
+                [[name, *row.values()] for name, row in zip(names, rows, strict=True)],
+                title,
+            )
+            for title, rows in zip(("", "Where the time goes", "Saves and restarts"), tables, strict=True)
+        ]
+
+    def _verdict(self) -> str:
+        """The topology of the shortest run, and the cheapest one; then those that do not fit."""
+        best, cheapest = self.best, self.cheapest
+        cost = f", cost {format_count(best.cost.median)}" if best.cost else ""
+        every = format_duration(best.save_seconds[0])
+        lines = [f"{best.where}: {best.days.median:,.1f} days{cost}, with a save every {every}"]
+        if cheapest is not None and cheapest != best and cheapest.cost:
+            lines.append(f"the cheapest is {cheapest.where}: {format_count(cheapest.cost.median)}")
+        return "; ".join([*lines, *(f"{r.where} does not fit into memory" for r in self.rows if not r.fits)])
+
+    @property
+    def _meshes(self) -> str:
+        """The meshes of the topologies, each once."""
+        return "; ".join(dict.fromkeys(row.mesh for row in self.rows))
+
+    def _html(self) -> str:
+        """Verdict, tables, the picture of the parts and of the loss by save interval, and the parameters with their sources."""
+        runs, shares, saves = self._tables()
+        parameters = Table([("parameter", ""), ("", "")], [[Cell(x) for x in row] for row in self._assumptions()])
+        data = {"kinds": [*PARTS.items()], "rows": [_drawn(row) for row in self.rows]}
+        picture = html_picture("drawRuns", "days of each run, and the loss by save interval", data)
+        head = f"<code>{escape(self._meshes)}</code><br><code>{escape(self.rows[0].layout)}</code>"
+        return (
+            f'<h1>{escape(self._title())}</h1><p>{head}</p><p class="verdict">{escape(self._verdict())}</p>'
+            f"{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
+            f"<h2>{saves.title}</h2>{saves.html()}<h2>Parameters</h2>{parameters.html()}"
+        )
+
+    def __rich__(self) -> Any:
+        """The forecast for the terminal."""
+        facts = {"run": self._title(), "mesh": self._meshes, "layout": self.rows[0].layout, "result": self._verdict()}
+        head = hanging([(Text(name, "bold"), text) for name, text in facts.items()])
+        notes = hanging([(Text(name, "dim"), Text(text, "dim")) for name, text in self._assumptions()])
+        tables = (part for table in self._tables() for part in (Text(), table.terminal()))
+        return Group(head, *tables, Text(), Text("Parameters", "bold"), notes)
+
+    def __repr__(self) -> str:
+        return f"<RunPlan of {self._title()}: {self._verdict()}>"
+
+
+def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
+    """Heading → cell, in each of the three tables of a report; with a cost if ``with_cost``."""
+
+    def cell(form: Callable[[float], str], value: float) -> Cell:
+        return number(form(value), value)
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.2f} %"
+
+    days = r.days.text(f"{{:,.{1 if r.days.median < 100 else 0}f}}".format)
+    run = {
+        "step": cell(format_seconds, r.job.step),
+        "days (5–95 %)": number(days, r.days.median),
+        "goodput": cell(percent, r.goodput.median),
+        "failures": cell("{:,.0f}".format, r.failures.median),
+    }
+    if with_cost:
+        run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
+    every, at_most = r.save_seconds
+    saves = {
+        "save every": cell(format_duration, every),
+        "+1 %: every": cell(format_duration, at_most),
+        "checkpoint": cell(format_memory, r.checkpoint_bytes),
+        "a restart": cell(format_duration, r.job.restart),
+        "copies in memory": number(f"{'pay' if r.copies_pay else 'no'}: −{r.copies_days:.2f} days", r.copies_days),
+        "of a chip": cell(format_memory, r.copies_bytes),
+    }
+    return run, {name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)}, saves
+
+
+def _drawn(row: RunRow) -> dict[str, Any]:
+    """The picture of a row: days of its parts, and (seconds between saves, expected share that is not productive)."""
+    job, grid = row.job, {max(1, round(row.save_every * 2 ** (k / 4))) for k in range(-12, 21)}
+
+    def point(every: int) -> tuple[float, float]:
+        return every * job.step + job.save, 1 - job.step * job.steps / job.expected(every)
+
+    curve = [point(n) for n in sorted(grid | {row.save_every}) if n <= job.steps]
+    return {"name": row.where, "parts": [x / DAY for x in row.parts], "best": point(row.save_every), "curve": curve}
+
+
+def run_plan_of(plans: Sequence[Plan], tokens: float, options: RunOptions) -> RunPlan:
+    """The forecast of a run whose step has these plans; :meth:`meshpar.Plan.run_plan` describes it."""
+    plan = plans[0]
+    integers = [x for x in plan.inputs if jnp.issubdtype(_dtype(x), jnp.integer) and "batch" in x.dims]
+    step = options.step_tokens or max((math.prod(x.shape) for x in integers), default=0)
+    if not 0 < tokens < math.inf:
+        raise UnsupportedError(f"tokens={tokens:g}: a run has a positive number of tokens", fixes=["tokens=15e12"])
+    if not step:
+        fix = "step_tokens=, on the command line --step-tokens: tokens (or examples) of a step, of all devices together"
+        raise UnsupportedError("the tokens of a step: no argument of integers has the dim `batch`", fixes=[fix])
+    rows = tuple(_row(plan, math.ceil(tokens / step), options) for plan in plans)
+    return RunPlan(title(plan), float(tokens), float(step), options, rows)
+
+
+def _dtype(x: ShardedArray) -> Any:
+    """The NumPy dtype of an argument; bool for extended dtypes of JAX."""
+    return jnp.dtype("bool" if "<" in x.dtype else x.dtype)
+
+
+def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
+    """The run of one plan.
+
+    Raises:
+      UnsupportedError: the chip is not known, the step has no state to save, or the run hardly progresses.
+    """
+    chip, time = plan.chip, time_of(plan)
+    if chip is None or time is None:
+        raise UnsupportedError("a run needs a chip, for the seconds of a step", fixes=["topology='v5p:8x8x8'"])
+    state = [x for x in plan.inputs if x.kind in ("params", "opt")]
+    size = float(sum(math.prod(x.shape) * _dtype(x).itemsize for x in state))
+    if not size:
+        raise UnsupportedError(f"{title(plan)} has no parameters or optimizer state to save", fixes=["a train step"])
+    device, chips, local = chip.per_device(), math.ceil(plan.mesh.size / chip.devices), sum(x.bytes for x in state)
+    save = local / device.host_link if options.save_time is None else options.save_time
+    disk, again, memory = size / (chips * options.bandwidth), options.restart + options.compile_time, local / device.dcn
+    job = Job(time.seconds, steps, options.mtbf / chips, save, disk, again + disk, options.compile_time)
+    every, productive = job.best_interval(), job.step * steps
+    if productive < MIN_GOODPUT * job.expected(every):
+        raise UnsupportedError(
+            f"the run hardly progresses on {plan.topology or 'the devices'}: one of {chips} chips fails every "
+            f"{format_duration(job.mtbf)}, and a restart takes {format_duration(job.restart)}",
+            fixes=["fewer chips, a longer mtbf=, a shorter restart= or a larger bandwidth="],
+        )
+    out = job.simulate(every, int(options.trials))
+    repeated = out.seconds - productive - out.saving - out.restarting
+    copies = replace(job, write=memory, restart=again + memory)
+    price = options.price.get(chip.name)
+    return RunRow(
+        topology=plan.topology or "",
+        mesh=mesh_text(plan.sizes),
+        layout=layout_text(plan),
+        chips=chips,
+        fits=fits(plan) is not False,
+        job=job,
+        checkpoint_bytes=size,
+        save_every=every,
+        save_at_most=job.longest_interval(MAX_SAVE_LOSS),
+        days=Percentiles.of(out.seconds / DAY),
+        goodput=Percentiles.of(productive / out.seconds),
+        failures=Percentiles.of(out.failures),
+        cost=None if price is None else Percentiles.of(out.seconds / 3600 * chips * price),
+        parts=(productive, *(float(np.mean(x)) for x in (out.saving, repeated, out.restarting))),
+        copies_days=(job.expected(every) - copies.expected(copies.best_interval())) / DAY,
+        copies_bytes=2 * local * chip.devices,
+    )

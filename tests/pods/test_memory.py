@@ -1,0 +1,277 @@
+"""Copies of states in the memory of hosts: which process stores what, and what is restored from them."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pod_programs as programs
+import pytest
+
+import meshpar as mp
+from meshpar._src.compat.processes import MEMORY
+from meshpar._src.pods.memory import Groups, MemoryPlan, _complete, memory_plan
+
+
+def made(sizes="data=4, model=2", layout="embed: data; mlp: model"):
+    return mp.init(programs.create, mesh=mp.mesh(sizes), layout=layout, dims=programs.PARAMS)
+
+
+@pytest.fixture
+def memory(tmp_path, monkeypatch):
+    folder = tmp_path / "memory"
+    monkeypatch.setenv(MEMORY, str(folder))
+    return folder
+
+
+def killed(checkpoints):
+    """What is left of a run when its processes are killed."""
+    checkpoints._memory.wait()
+    checkpoints._stop.close()
+    checkpoints._lock.close()
+    checkpoints._manager.close()
+    checkpoints._manager = None
+
+
+def numbers(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def assert_equal(a, b):
+    for x, y in zip(numbers(a), numbers(b), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("where", [("data=2, model=4", "embed: model; mlp: data"), ("data=1", "embed: data")])
+def test_a_state_is_restored_from_memory_under_another_layout(tmp_path, memory, where):
+    run = mp.Checkpoints(tmp_path / "run", every=100, memory="slice", memory_every=2)
+    state, first = run.restore_or(made(), jax.random.key(0))
+    assert first == 0
+    extra = {"half": jnp.arange(8, dtype=jnp.bfloat16), "n": 3, "key": jax.random.key(5), "host": np.arange(3)}
+    for n in range(4):
+        state = jax.tree.map(lambda x: x + 1, state)
+        assert not run.save(n, {**state, "rest": extra}, extra={"seed": n})
+    killed(run)
+    assert run.steps() == []
+    like = {**made(*where).abstract(jax.random.key(0)), "rest": extra}
+    again = mp.Checkpoints(tmp_path / "run", memory="slice")
+    back, following = again.restore(like)
+    assert following == 4
+    assert_equal({k: back[k] for k in state}, state)
+    for x, y in zip(
+        jax.tree.leaves({k: like[k] for k in state}), jax.tree.leaves({k: back[k] for k in state}), strict=True
+    ):
+        assert x.sharding == y.sharding
+    assert back["rest"]["n"] == 3
+    assert back["rest"]["half"].dtype == jnp.bfloat16
+    assert back["rest"]["half"].tolist() == list(range(8))
+    assert jax.random.key_data(back["rest"]["key"]).tolist() == jax.random.key_data(jax.random.key(5)).tolist()
+    assert back["rest"]["host"].tolist() == [0, 1, 2]
+    again.close()
+    assert not list(memory.iterdir())  # the run has ended
+
+
+def test_donated_arrays_are_copied(tmp_path, memory):
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2, tree), donate_argnums=0)
+    with mp.Checkpoints(tmp_path / "run", every=100, memory="slice") as run:
+        state = made()(jax.random.key(0))
+        before = numbers(state)
+        run.save(0, state)
+        state = step(state)
+        run._memory.wait()
+        back, _ = run.restore(made().abstract(jax.random.key(0)))
+        assert_equal(back, before)
+
+
+def test_the_newest_of_memory_and_disk_is_restored(tmp_path, memory):
+    like = made().abstract(jax.random.key(0))
+    run = mp.Checkpoints(tmp_path / "run", every=2, memory="slice", memory_every=3)
+    state = made()(jax.random.key(0))
+    for n, newest in enumerate([None, 1, 2, 3]):
+        run.save(n, jax.tree.map(lambda x, n=n: x + n, state))
+        run.wait()
+        run._memory.wait()
+        if newest is not None:
+            assert run.restore(like)[1] == newest + 1
+    assert run.restore(like, step=1)[1] == 2
+    run.close()
+
+
+def test_copies_of_another_run_are_not_taken(tmp_path, memory):
+    run = mp.Checkpoints(tmp_path / "run", every=100, memory="slice")
+    state, _ = run.restore_or(made(), jax.random.key(0))
+    run.save(5, state)
+    killed(run)
+    shutil.rmtree(tmp_path / "run")  # the user starts anew
+    run = mp.Checkpoints(tmp_path / "run", every=100, memory="slice")
+    state, first = run.restore_or(made(), jax.random.key(0))
+    assert first == 0
+    run.save(0, state)
+    run._memory.wait()
+    (only,) = next(memory.iterdir()).iterdir()
+    assert [p.name for p in only.iterdir()] == ["0"]
+    run.close()
+
+
+def test_a_damaged_copy_is_not_restored(tmp_path, memory):
+    run = mp.Checkpoints(tmp_path / "run", every=2, memory="slice")
+    state, _ = run.restore_or(made(), jax.random.key(0))
+    for n in range(3):
+        run.save(n, jax.tree.map(lambda x, n=n: x + n, state))
+        run.wait()
+    killed(run)
+    for file in memory.rglob("blocks"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    again = mp.Checkpoints(tmp_path / "run", memory="slice")
+    with pytest.warns(mp.errors.CheckpointWarning, match="step 2 in memory cannot be read by process 0: .*digest"):
+        back, following = again.restore(made().abstract(jax.random.key(0)))
+    assert following == 2
+    assert_equal(back, jax.tree.map(lambda x: x + 1, state))
+    again.close()
+
+
+def test_a_process_keeps_two_copies(tmp_path, memory):
+    with mp.Checkpoints(tmp_path / "run", every=100, memory="slice") as run:
+        state = made()(jax.random.key(0))
+        for n in range(5):
+            run.save(n, state)
+        run._memory.wait()
+        assert sorted(p.parent.parent.name for p in memory.rglob("blocks")) == ["3", "4"]
+
+
+def test_bad_arguments(tmp_path, memory):
+    with pytest.raises(mp.errors.CheckpointError, match="memory_every=0: all must be at least 1"):
+        mp.Checkpoints(tmp_path, memory="slice", memory_every=0)
+    with pytest.raises(mp.errors.CheckpointError, match="no copies in memory"):
+        mp.Checkpoints(tmp_path).memory_plan({})
+    run = mp.Checkpoints(tmp_path / "run", every=100, memory="slice")
+    run.save(0, made()(jax.random.key(0)))
+    killed(run)
+    like = made().abstract(jax.random.key(0))
+    with pytest.raises(mp.errors.CheckpointError, match="has no `params/other`"):
+        mp.Checkpoints(tmp_path / "run", memory="slice").restore({**like, "params": {"other": like["params"]["up"]}})
+
+
+# -- several hosts
+
+
+class _Device(NamedTuple):
+    id: int
+    process_index: int
+
+
+class _Sharding:
+    """A NamedSharding whose devices belong to several processes, to each as many."""
+
+    def __init__(self, real, processes):
+        self.real = real
+        devices = list(real.mesh.devices.flat)
+        self.stand_ins = {d: _Device(k, k * processes // len(devices)) for k, d in enumerate(devices)}
+        places = np.vectorize(self.stand_ins.get, otypes=[object])(real.mesh.devices)
+        self.mesh = SimpleNamespace(devices=places, axis_names=real.mesh.axis_names)
+
+    def devices_indices_map(self, shape):
+        return {self.stand_ins[d]: index for d, index in self.real.devices_indices_map(shape).items()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spec", "processes", "groups", "sent"),
+    [
+        ("slice=2, data=4", ("data",), 4, 2, False),  # each slice has all rows
+        ("slice=2, data=4", (("slice", "data"),), 4, 2, True),
+        ("data=8", ("data",), 4, 4, True),  # no axis: the neighbour is another process
+        ("data=8", (), 4, 4, False),
+        ("slice=2, data=4", (("slice", "data"),), 1, 1, False),  # one process has all
+    ],
+)
+def test_every_block_is_in_two_groups_and_in_one_process_of_each(sizes, spec, processes, groups, sent):
+    mesh = mp.mesh(sizes)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+    of = Groups.of(_Sharding(sharding, processes), (8, 8), "slice")
+    assert len(of.devices) == groups
+    assert bool(of.source) == sent
+    stored = [set() for _ in of.devices]
+    for k, group in enumerate(of.devices):
+        for device in group:
+            for is_stored, origin in zip(of.stored[device], (device, of.source.get(device)), strict=True):
+                if is_stored:
+                    start = of.blocks[origin][0]
+                    assert start not in stored[k]  # once in a group
+                    stored[k].add(start)
+    every = {start for start, _ in of.blocks.values()}
+    assert all(sum(start in s for s in stored) >= min(2, groups) for start in every)
+
+
+def test_the_plan_of_a_copy_counts_what_is_sent_and_stored():
+    like = made("data=8", "embed: data").abstract(jax.random.key(0))
+    plan = memory_plan(programs_leaves(like), "slice")
+    assert plan == MemoryPlan(0, sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like)), 1)
+    assert str(plan).startswith("a copy in memory, on this host alone: a device sends 0 B, a process stores ")
+
+
+def programs_leaves(tree):
+    return {str(k): x for k, x in enumerate(jax.tree.leaves(tree))}
+
+
+def test_a_state_with_a_missing_block_is_not_complete():
+    facts = {"stored": {"w": [4, 2]}}
+    upper, lower = (["w", [row, 0], [2, 2], "float32", [0, 0]] for row in (0, 2))
+    said = [[[3, facts, [upper]], [5, facts, [upper]]], [[3, facts, [lower]]]]
+    assert _complete(said) == [3, facts, [[*upper, 0], [*lower, 1]]]
+    assert _complete([[[5, facts, [upper]]]]) is None
+
+
+TRAIN = """
+import os, sys
+from pathlib import Path
+import meshpar as mp
+mp.distributed()
+mp.virtual_devices(4)
+import jax
+sys.path.insert(0, {helpers!r})
+import pod_programs as programs
+slices = jax.process_count()
+mesh = mp.mesh({{"slice": slices, "data": 4 // 2}})
+layout = mp.Layout({layout!r})
+init = mp.init(programs.create, mesh=mesh, layout=layout, dims=programs.PARAMS)
+dims = {{**programs.PARAMS, "x": "batch embed"}}
+step = mp.jit(programs.train_step, mesh=mesh, layout=layout, dims=dims, donate_argnames="state")
+with mp.Checkpoints({path!r}, every=1000, memory="slice") as checkpoints:
+    state, first = checkpoints.restore_or(init, jax.random.key(0))
+    print("from", first, "on disk", checkpoints.steps(), flush=True)
+    for n in range(first, 8):
+        state, loss = step(state, programs.batch(n))
+        print("loss", n, float(loss), flush=True)
+        checkpoints.save(n, state)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["batch: slice+data; embed: data", "batch: slice+data; embed: slice+data"])
+def test_a_lost_slice_is_replaced_from_memory_and_the_losses_are_those_of_an_undisturbed_run(tmp_path, layout):
+    """Two slices of one process; one is killed in the sixth step, and the run continues on the other one, without a disk."""
+    losses = {}
+    for name, lose in (("calm", []), ("lost", ["--lose", "1@6", "--restarts", "1", "--min", "1"])):
+        script = tmp_path / f"{name}.py"
+        helpers = str(Path(programs.__file__).parent)
+        script.write_text(TRAIN.format(helpers=helpers, layout=layout, path=str(tmp_path / name)))
+        words = "-m meshpar launch -n 2 --devices 4 --slices 2 --timeout 5".split()
+        command = [sys.executable, *words, *lose, str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses[name] = dict(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loss"))
+        starts = [line for line in done.stdout.splitlines() if line.startswith("from")]
+        assert starts[0] == "from 0 on disk []"
+        if lose:
+            assert int(starts[1].split()[1]) >= 4
+            assert starts[1].endswith("on disk []")
+    assert losses["calm"].keys() == losses["lost"].keys()
+    for n, loss in losses["calm"].items():
+        assert float(loss) == pytest.approx(float(losses["lost"][n]), rel=1e-5)
