@@ -206,7 +206,7 @@ def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             if found:
                 ((sizes[k], spec[k]),) = found
     for r in rels:
-        require(not r.spec[d], f"operands side by side along dim {d}, which is sharded", refused=True)
+        require(not r.spec[d], f"operands side by side along dim {d}, which is sharded")
     sizes[d] = out_shape(eqn)[d]
     rels = [ctx.expanded(r, [d]) for r in rels]
     widths = tuple(r.shape[d] for r in rels)
