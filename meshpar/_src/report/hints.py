@@ -65,7 +65,7 @@ def attention_hint(plan: Plan) -> str | None:
     exponentials = {v for op in plan.program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
     made, scores = list[Op](), set[Value]()
     for op in plan.program.root.walk():
-        if op.name != "dot_general" or op.primitive.matmul_dims is None:
+        if op.primitive.family != "dot" or op.primitive.matmul_dims is None:
             continue
         batch, *sides, contracted = op.primitive.matmul_dims(op.eqn, *(v.aval.shape for v in op.eqn.invars[:2]))
         if batch > 1 and min(sides) > contracted and not exponentials.isdisjoint(flow.after(op.outs)):
