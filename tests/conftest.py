@@ -6,6 +6,8 @@ os.environ.setdefault(
     "NPROC", "32"
 )  # the TPU interpreter simulates devices with threads: enough, whatever the machine has
 
+os.environ.pop("COLUMNS", None)  # which pytest-xdist sets in its processes: reports have the width of a pipe in both
+
 import durations
 import hypothesis
 import jax

@@ -288,4 +288,4 @@ def test_a_step_of_decoding_applies_every_expert_in_place(model):
     np.testing.assert_allclose(got, run(x).swapaxes(0, 1), rtol=1e-4, atol=1e-5)
     how = {"mesh": "data=2, model=2", "dims": {"x": "batch seq embed", "w/{gate,up}": "expert embed mlp"}}
     layouts = ["batch: data; expert: model", "mlp: model; batch: data"]
-    assert mp.check(lambda w, x: generate.experts(options, w, x), w, x.swapaxes(0, 1), layouts=layouts, **how).ok
+    assert mp.check(lambda w, x: generate.experts(options, w, x), w, x.swapaxes(0, 1), layout=layouts, **how).ok

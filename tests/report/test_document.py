@@ -72,7 +72,7 @@ def test_forced_colours_reach_every_report_and_no_spinner(term):
     code = """
 import jax.numpy as jnp, meshpar as mp
 mp.virtual_devices(2)
-print(mp.check(lambda x: x * 2, jnp.ones((4, 4)), layouts=["batch: data"], mesh="data=2", dims={"x": "batch _"}))
+print(mp.check(lambda x: x * 2, jnp.ones((4, 4)), layout="batch: data", mesh="data=2", dims={"x": "batch _"}))
 """
     env = os.environ | {"FORCE_COLOR": "1", "TERM": term}
     env.pop("NO_COLOR", None)

@@ -6,7 +6,6 @@ arrays where they are read, and keep these until then.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -32,10 +31,12 @@ def _local_kernel(op: LocalOp, *xs: Any) -> list[Any]:
     """The results of the user's local function on this device's shards, and the axes of every factor name."""
     kernel = op.params["kernel"]
     names = kernel.sizes([v.aval.shape for v in op.eqn.invars], [v.aval.shape for v in op.eqn.outvars])
-    local = functools.partial(kernel.on_shards, axes={f: op.axes_of((i,)) for i, f in enumerate(names)})
-    local.__name__ = local.__qualname__ = (
-        f"kernel of {kernel.name}"  # by which a proof finds it in the per-device program
-    )
+    axes = {f: op.axes_of((i,)) for i, f in enumerate(names)}
+
+    def local(*xs: Any) -> Any:
+        return kernel.on_shards(*xs, axes=axes)
+
+    local.__name__ = f"kernel of {kernel.name}"  # by which a proof finds it in the per-device program
     first, *others = jax.jit(local)(*xs)
     small = [k for k, x in enumerate(others) if _bytes(x) < MAX_SMALL_FRACTION * _bytes(first)]
     if small:  # perhaps columns of larger, padded arrays: sliced when the arrays are computed, not where they are read
