@@ -68,6 +68,8 @@ class Terms:
     ) -> Term:
         """The term of an op; ``sort``: its operands commute."""
         args = tuple(args)
+        if op == "add" and "float" in str(dtype):  # (x + y) + z and x + (y + z) are one sum
+            args = tuple(t for a in args for t in (a.args if a.op == "add" and a.dtype == str(dtype) else (a,)))
         if sort:
             args = tuple(sorted(args, key=lambda t: t.number))
         shape, dtype = tuple(map(int, shape)), str(dtype)
