@@ -362,3 +362,18 @@ def test_random_layouts_of_a_large_model_stay_within_the_larger_side_and_a_fifth
         peaks.append(move.memory.peak / max(move.memory.source, move.memory.target))
     assert sum(peak <= 1.2 for peak in peaks) >= 98
     assert max(peaks) <= 1.25  # the largest array in rounds of permutes, and not in place
+
+
+def test_a_misspelled_rule_is_an_error():
+    """It would replicate the array."""
+    params, dims = {"w": jax.ShapeDtypeStruct((8, 16), np.float32)}, {"w": "embed mlp"}
+    with pytest.raises(mp.errors.UnknownDimError, match="rule `mpl: model` names dim `mpl`") as error:
+        mp.move(params, source=("data=8", "embed: data"), target=("model=8", "mpl: model"), dims=dims)
+    assert "`mlp`" in str(error.value)
+    mp.move(params, source=("data=8", "embed: data"), target=("model=8", "batch, mlp: model"), dims=dims)
+
+
+def test_a_dtype_that_does_not_exist():
+    with pytest.raises(mp.errors.UnsupportedError, match="dtype='bf16' is no dtype") as error:
+        mp.move({"w": np.zeros(8, np.float32)}, target=("data=8", "embed: data"), dims={"w": "embed"}, dtype="bf16")
+    assert "bfloat16" in str(error.value)

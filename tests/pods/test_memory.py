@@ -275,3 +275,13 @@ def test_a_lost_slice_is_replaced_from_memory_and_the_losses_are_those_of_an_und
     assert losses["calm"].keys() == losses["lost"].keys()
     for n, loss in losses["calm"].items():
         assert float(loss) == pytest.approx(float(losses["lost"][n]), rel=1e-5)
+
+
+def test_a_misspelled_axis_is_an_error(tmp_path, memory):
+    like = made("slice=2, data=4", "embed: data").abstract(jax.random.key(0))
+    with pytest.raises(
+        mp.errors.CheckpointError, match="memory='slcie': the mesh slice=2, data=4 has no such axis"
+    ) as error:
+        mp.Checkpoints(tmp_path, memory="slcie").memory_plan(like)
+    assert "did you mean 'slice'?" in str(error.value)
+    assert mp.Checkpoints(tmp_path, memory="host").memory_plan(like).groups == 1

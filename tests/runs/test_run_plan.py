@@ -61,7 +61,7 @@ def test_numbers_of_a_run(plan):
         <= 1.01 * job.expected(row.save_every)
         < job.expected(row.save_at_most + 1)
     )
-    assert row.copies_bytes == pytest.approx(2 * size / 64)
+    assert row.copies_bytes == pytest.approx(6 * size / 64)
 
 
 def test_copies_in_memory_pay_where_storage_is_slow(plan):

@@ -25,6 +25,7 @@ from ..measurement import calibrate as calibrate_candidates
 from ..mesh import MeshLike, MeshSizes, auto_mesh, checked_mesh, context_mesh, device_mesh, planned_mesh
 from ..mesh import mesh as make_mesh
 from ..options import options_of, takes_options
+from ..plan.checks import check_spelling
 from ..plan_api import Plan
 from ..progress import Progress, progress_line
 from ..search import Row, Search, SearchOptions
@@ -225,7 +226,8 @@ def shardings(
 
     Args:
       tree: arrays or ``jax.ShapeDtypeStruct``, linen variables with metadata; of an nnx module, its ``nnx.state``.
-      layout: as in :func:`jit`; rules for dims that the tree does not have are ignored.
+      layout: as in :func:`jit`; rules for dims that the tree does not have are ignored, unless one is spelled nearly as a dim
+        that it has.
       mesh: as in :func:`jit`, or an abstract mesh.
       dims: tree-path patterns → dims; paths are relative to the tree: ``{"params/up": "embed mlp"}``.
       names: other names for the names in the metadata, as in :func:`jit`.
@@ -236,7 +238,7 @@ def shardings(
     Raises:
       UnknownAxisError, DivisibilityError: a rule that does not fit the mesh or an array.
       PatternError, RankError: a pattern that matches no array, or one of another rank.
-      UnknownDimError: no array has a named dim.
+      UnknownDimError: no array has a named dim; a rule with a misspelled one.
       MeshError: no mesh, or one with Manual axes.
 
     Example:
@@ -250,6 +252,7 @@ def shardings(
     tree = variables(tree)
     named = named_tree(tree, patterns)
     rules = Layout(layout).with_axis_names(metadata_names((leaf for leaf, _ in named), patterns), where)
+    check_spelling(rules, {name for _, names in named for name in names or () if name})
     if rules.rules and not any(names and any(names) for _, names in named) and any(np.ndim(x.value) for x, _ in named):
         raise UnknownDimError(
             "no array of the tree has a named dim",
@@ -347,7 +350,7 @@ def prove(
     fn: Callable[..., Any],
     *args: Any,
     mesh: MeshLike | None = None,
-    layout: LayoutLike,
+    layout: LayoutLike | None = None,
     topology: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[CallKeywords],
@@ -362,7 +365,7 @@ def prove(
       fn: a function, e.g. a train step.
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
       **options: options as named below; other keywords are keyword arguments of ``fn``.
-      mesh, layout, topology, kwargs, dims, …: as in :func:`plan`.
+      mesh, layout, topology, kwargs, dims, …: as in :func:`plan`; a step of :func:`jit` is proven under its own layout and mesh.
 
     Returns:
       A :class:`meshpar.types.Proof`: print it, or read ``proven``, ``results``, ``failed``, ``assumptions``. A result is
@@ -370,7 +373,7 @@ def prove(
       contradict each other).
 
     Raises:
-      UnsupportedError: ``lowering="jit"``: XLA partitions the program.
+      UnsupportedError: ``lowering="jit"``: XLA partitions the program; a function without a layout.
       MeshparError: as :func:`plan`.
 
     Example:
@@ -380,6 +383,13 @@ def prove(
     """
     _check_function(fn, "prove")
     given: Any = options
+    if layout is None or isinstance(fn, Jitted):
+        step = _with_layout(fn, "prove")._with(**options)
+        where = {
+            "mesh": step.mesh if mesh is None and topology is None else planned_mesh(mesh, topology),
+            "topology": topology,
+        }
+        return step._with(layout=Layout(layout or step.layout), **where).plan(*args, **(kwargs or {})).prove()
     return plan(fn, *args, mesh=mesh, layout=layout, topology=topology, kwargs=kwargs, **given).prove()
 
 
@@ -638,11 +648,21 @@ def _layout_and_mesh(fn: Callable[..., Any], layout: Any, mesh: Meshes, api: str
     """
     if layout is not None:
         return layout, mesh
-    if not isinstance(fn, Jitted):
-        raise UnsupportedError(
-            f"mp.{api} needs a layout", fixes=[f'mp.{api}(step, state, batch, mesh="data=8", layout="batch: data")']
-        )
-    return [fn.layout], with_devices(fn.mesh, f"mp.{api} runs the step") if mesh is None else mesh
+    step = _with_layout(fn, api)
+    return [step.layout], with_devices(step.mesh, f"mp.{api} runs the step") if mesh is None else mesh
+
+
+def _with_layout(fn: Callable[..., Any], api: str) -> Jitted[..., Any]:
+    """The function, if it is a ``Jitted``, which has a layout of its own.
+
+    Raises:
+      UnsupportedError: another function, whose layout is not given.
+    """
+    if isinstance(fn, Jitted):
+        return fn
+    raise UnsupportedError(
+        f"mp.{api} needs a layout", fixes=[f'mp.{api}(step, state, batch, mesh="data=8", layout="batch: data")']
+    )
 
 
 def _placeless(fn: Callable[..., Any], options: Mapping[str, Any]) -> Jitted[..., Any]:

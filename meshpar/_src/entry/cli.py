@@ -678,7 +678,8 @@ def _prove(args: argparse.Namespace) -> int:
     target = _target(args)
     mesh, layout = _where(args, target, args.mesh, args.topology, args.layout)
     proof = _call(args, mp.prove, target, mesh=mesh, topology=args.topology, layout=layout)
-    _show(args, proof, proof.to_json(), str(proof))
+    wrapped = (textwrap.fill(line, columns(sys.stdout), subsequent_indent="      ") for line in str(proof).splitlines())
+    _show(args, proof, proof.to_json(), "\n".join(wrapped))
     return 0 if proof.proven else 1
 
 

@@ -110,7 +110,7 @@ def move(
     source, target = (_on_topology(side, topology) for side in (source, target))
     tree, prepare = variables(params), None
     where = _ends(tree, source, dims)
-    if contract is None and dtype is not None and not isinstance(dtype, Mapping) and jnp.dtype(dtype) == jnp.int8:
+    if contract is None and dtype is not None and not isinstance(dtype, Mapping) and _dtype(dtype) == jnp.int8:
         raise UnsupportedError(
             "dtype=int8 needs contract=, the dims whose elements share a scale", fixes=['contract={"*/kernel": 0}']
         )
@@ -352,6 +352,21 @@ def _targets(
     return found
 
 
+def _dtype(dtype: Any) -> Any:
+    """The dtype of a name.
+
+    Raises:
+      UnsupportedError: there is no such dtype.
+    """
+    try:
+        return jnp.dtype(dtype)
+    except TypeError:
+        known = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
+        raise UnsupportedError(
+            f"dtype={dtype!r} is no dtype", fixes=did_you_mean(str(dtype), known, "dtypes")
+        ) from None
+
+
 def _dtypes(arrays: Mapping[str, Any], made: Mapping[str, _Made], dtype: Any) -> dict[str, Any]:
     """Path in the target → dtype.
 
@@ -369,7 +384,7 @@ def _dtypes(arrays: Mapping[str, Any], made: Mapping[str, _Made], dtype: Any) ->
         own = arrays[m.sources[0]].dtype
         new = next((d for p, d in patterns.items() if path_matches(p, path)), own)
         casts = isinstance(dtype, Mapping) or jnp.issubdtype(own, jnp.floating)
-        out[path] = jnp.dtype(new) if casts and new is not own else own
+        out[path] = _dtype(new) if casts and new is not own else own
     return out
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import cast
 
 from ...errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
@@ -81,6 +81,22 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 ),
             ],
         )
+
+
+def check_spelling(layout: Layout, names: Collection[str]) -> None:
+    """Raise UnknownDimError if a rule names a dim that is not among ``names``, and is spelled nearly as one that has no rule."""
+    for rule in layout.rules:
+        similar = [] if rule.dim in names else [d for d in misspelled(rule.dim, names) if d not in layout.dims]
+        if similar:
+            raise UnknownDimError(
+                f"rule `{rule}` names dim `{rule.dim}`, which no array has",
+                dim=rule.dim,
+                rule=str(rule),
+                fixes=[
+                    *did_you_mean(rule.dim, names, "dims"),
+                    f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`",
+                ],
+            )
 
 
 def _unnamed_inputs(program: Program, dim: str) -> list[str]:

@@ -182,7 +182,7 @@ class Checkpoints:
         Example:
           >>> state = mp.init(create, mesh=mesh, layout="embed: data", dims=weights).abstract(jax.random.key(0))
           >>> print(mp.Checkpoints("runs/a", memory="slice").memory_plan(state))
-          a copy in memory, on this host alone: a device sends 0 B, a process stores 16.0 kB
+          a copy in memory, on this host alone: a device sends 0 B, a process stores 24.0 KiB a copy, at most 72.0 KiB
         """
         if self._memory is None:
             raise CheckpointError("these checkpoints have no copies in memory", fixes=['memory="slice"'])

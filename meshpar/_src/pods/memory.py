@@ -42,8 +42,9 @@ from jax.sharding import Mesh, NamedSharding
 from ...errors import CheckpointError, DigestError
 from ..compat.jax import HOST_MEMORY
 from ..compat.processes import MEMORY, coordinator, process_count, process_index
+from ..dims import near
 from ..global_arrays import of_parts
-from ..units import format_memory
+from ..units import format_memory, mesh_text
 from .agree import exchange
 from .digest import digest_on_host, starts_of
 
@@ -69,8 +70,8 @@ class MemoryPlan(NamedTuple):
 
     def __str__(self) -> str:
         where = "in another group of hosts" if self.groups > 1 else "on this host alone"
-        sent, stored = format_memory(self.sent), format_memory(self.stored)
-        return f"a copy in memory, {where}: a device sends {sent}, a process stores {stored}"
+        sent, stored, most = map(format_memory, (self.sent, self.stored, (KEPT + 1) * self.stored))
+        return f"a copy in memory, {where}: a device sends {sent}, a process stores {stored} a copy, at most {most}"
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,16 @@ class Groups:
 
 
 def memory_plan(leaves: Mapping[str, Any], axis: str) -> MemoryPlan:
-    """What a copy takes; ``leaves``: path → array, or shape, dtype and sharding."""
+    """What a copy takes; ``leaves``: path → array, or shape, dtype and sharding.
+
+    Raises:
+      CheckpointError: a mesh has no such axis, but one of nearly the same name.
+    """
     sent: dict[Any, int] = {}
     stored: dict[int, int] = {}
     count = 1
     for x in filter(_on_mesh, leaves.values()):
+        check_axis(x.sharding.mesh, axis)
         groups = Groups.of(x.sharding, tuple(x.shape), axis)
         count = max(count, len(groups.devices))
         size = math.prod(x.sharding.shard_shape(tuple(x.shape))) * x.dtype.itemsize
@@ -142,6 +148,13 @@ def memory_plan(leaves: Mapping[str, Any], axis: str) -> MemoryPlan:
             stored[device.process_index] = stored.get(device.process_index, 0) + sum(groups.stored[device]) * size
             sent[device] = sent.get(device, 0) + (device in groups.source) * size
     return MemoryPlan(max(sent.values(), default=0), max(stored.values(), default=0), count)
+
+
+def check_axis(mesh: Mesh, axis: str) -> None:
+    """Raise CheckpointError if a mesh has no axis of this name, but one of nearly the same."""
+    if axis not in mesh.axis_names and (similar := near(axis, mesh.axis_names)):
+        text = f"memory={axis!r}: the mesh {mesh_text(mesh.shape)} has no such axis"
+        raise CheckpointError(text, fixes=[f"did you mean {similar[0]!r}?"])
 
 
 def _on_mesh(x: Any) -> bool:
@@ -186,6 +199,7 @@ def _shards(leaves: Mapping[str, Any], axis: str) -> Callable[[], dict[str, Bloc
             meshes.setdefault(x.sharding.mesh, {})[p] = x
     copies: dict[str, tuple[Groups, tuple[jax.Array, jax.Array | None]]] = {}
     for mesh, arrays in meshes.items():
+        check_axis(mesh, axis)
         place = {d: k for k, d in enumerate(mesh.devices.flat)}
         groups = [Groups.of(x.sharding, tuple(x.shape), axis) for x in arrays.values()]
         sources = tuple(tuple((place[s], place[d]) for d, s in g.source.items()) for g in groups)

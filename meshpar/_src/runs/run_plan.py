@@ -22,6 +22,7 @@ from ..dims import did_you_mean
 from ..hardware.chips import CHIPS
 from ..options import option
 from ..plan.plan import Plan, ShardedArray
+from ..pods.memory import KEPT
 from ..report.document import Document
 from ..report.facts import fits, layout_text, title
 from ..report.tables import Cell, Table, hanging, html_picture, number
@@ -144,7 +145,7 @@ class RunRow:
       parts: mean seconds of productive steps, saves, repeated steps, and the start with restarts.
       copies_days: expected days that copies in memory save: each host has a copy of the state of another host in its memory, from
         which the job restarts (Wang et al., Gemini, SOSP 2023); saves block as long as before.
-      copies_bytes: of host memory for each chip, for its own state and for the copy.
+      copies_bytes: of host memory for each chip at most, for copies of its own state and of its neighbour's.
     """
 
     topology: str
@@ -233,7 +234,11 @@ class RunPlan(Document):
     def _tables(self) -> list[Table]:
         """Days, goodput and cost of each topology; where the time goes; and saves, restarts and copies in memory."""
         several, with_cost = len(self.rows) > 1, any(row.cost for row in self.rows)
-        names = [Cell(r.where, terminal=Text(r.where, "bold" * (several and r == self.best))) for r in self.rows]
+        texts = [r.where if r.fits else f"{r.where} (does not fit)" for r in self.rows]
+        names = [
+            Cell(t, terminal=Text(t, "bold" * (several and r == self.best)))
+            for t, r in zip(texts, self.rows, strict=True)
+        ]
         tables = zip(*(_cells(row, with_cost) for row in self.rows), strict=True)
         return [
             Table(
@@ -241,7 +246,9 @@ class RunPlan(Document):
                 [[name, *row.values()] for name, row in zip(names, rows, strict=True)],
                 title,
             )
-            for title, rows in zip(("", "Where the time goes", "Saves and restarts"), tables, strict=True)
+            for title, rows in zip(
+                ("", "Where the time goes", "Saves and restarts", "Copies in memory"), tables, strict=True
+            )
         ]
 
     def _verdict(self) -> str:
@@ -249,7 +256,7 @@ class RunPlan(Document):
         best, cheapest = self.best, self.cheapest
         cost = f", cost {format_count(best.cost.median)}" if best.cost else ""
         every = format_duration(best.save_seconds[0])
-        lines = [f"{best.where}: {best.days.median:,.1f} days{cost}, with a save every {every}"]
+        lines = [f"{best.where}: {best.days.median:,.1f} days{cost}, with a save every {every}"] if best.fits else []
         if cheapest is not None and cheapest != best and cheapest.cost:
             lines.append(f"the cheapest is {cheapest.where}: {format_count(cheapest.cost.median)}")
         return "; ".join([*lines, *(f"{r.where} does not fit into memory" for r in self.rows if not r.fits)])
@@ -261,7 +268,7 @@ class RunPlan(Document):
 
     def _html(self) -> str:
         """Verdict, tables, the picture of the parts and of the loss by save interval, and the parameters with their sources."""
-        runs, shares, saves = self._tables()
+        runs, shares, saves, copies = self._tables()
         parameters = Table([("parameter", ""), ("", "")], [[Cell(x) for x in row] for row in self._assumptions()])
         data = {"kinds": [*PARTS.items()], "rows": [_drawn(row) for row in self.rows]}
         picture = html_picture("drawRuns", "days of each run, and the loss by save interval", data)
@@ -269,7 +276,7 @@ class RunPlan(Document):
         return (
             f'<h1>{escape(self._title())}</h1><p>{head}</p><p class="verdict">{escape(self._verdict())}</p>'
             f"{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
-            f"<h2>{saves.title}</h2>{saves.html()}<h2>Parameters</h2>{parameters.html()}"
+            f"<h2>{saves.title}</h2>{saves.html()}<h2>{copies.title}</h2>{copies.html()}<h2>Parameters</h2>{parameters.html()}"
         )
 
     def __rich__(self) -> Any:
@@ -285,7 +292,7 @@ class RunPlan(Document):
 
 
 def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
-    """Heading → cell, in each of the three tables of a report; with a cost if ``with_cost``."""
+    """Heading → cell, in each of the four tables of a report; with a cost if ``with_cost``."""
 
     def cell(form: Callable[[float], str], value: float) -> Cell:
         return number(form(value), value)
@@ -308,10 +315,14 @@ def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
         "+1 %: every": cell(format_duration, at_most),
         "checkpoint": cell(format_memory, r.checkpoint_bytes),
         "a restart": cell(format_duration, r.job.restart),
-        "copies in memory": number(f"{'pay' if r.copies_pay else 'no'}: −{r.copies_days:.2f} days", r.copies_days),
-        "of a chip": cell(format_memory, r.copies_bytes),
     }
-    return run, {name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)}, saves
+    copies = {
+        "worth it": Cell("yes" if r.copies_pay else "no"),
+        "they save": number(f"{r.copies_days:.2f} days", r.copies_days),
+        "host memory of a chip": cell(format_memory, r.copies_bytes),
+    }
+    shares = {name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)}
+    return run, shares, saves, copies
 
 
 def _drawn(row: RunRow) -> dict[str, Any]:
@@ -388,5 +399,5 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
         cost=None if price is None else Percentiles.of(out.seconds / 3600 * chips * price),
         parts=(productive, *(float(np.mean(x)) for x in (out.saving, repeated, out.restarting))),
         copies_days=(job.expected(every) - copies.expected(copies.best_interval())) / DAY,
-        copies_bytes=2 * local * chip.devices,
+        copies_bytes=2 * (KEPT + 1) * local * chip.devices,
     )

@@ -190,9 +190,9 @@ class Search(Document):
         return Table([*columns, ("mesh, why it is not chosen, layout", "")], cells, attributes=ids)
 
     def _why_not(self, row: Row) -> str:
-        """Why a candidate is not chosen, compared with the best, ``★``; "" for the best."""
+        """Why a candidate is not chosen, compared with the best, ``★``; "" for the best, if it fits."""
         best = self.best
-        if row == best:
+        if row == best and row.fits:
             return ""
         if not row.fits:
             return f"too large by {format_memory(row.peak - self.usable)}"
@@ -266,6 +266,8 @@ class Search(Document):
     @property
     def _star(self) -> str:
         """The explanation of the sign of the best candidate."""
+        if not self.fits:
+            return "★ has the smallest peak, and does not fit either: nothing is chosen"
         least = "shortest step that fits" if self.objective == "time" else "smallest peak"
         return (
             f"★ is the choice: of the layouts within {100 * POLICY.tie_fraction:.0f} % of the {least}, the simplest one"

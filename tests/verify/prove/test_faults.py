@@ -100,3 +100,11 @@ def test_the_report_counts_the_ops_and_lists_kernels_and_assumptions():
     assert json.loads(proof.to_json())["status"] == "proven"
     assert "heads_first" in proof.assumptions[-1]
     assert str(proof).startswith("✓ proven")
+
+
+def test_a_step_is_proven_under_its_own_layout():
+    step = mp.jit(lambda x: x * 2, mesh="data=4", layout="batch: data", dims={"x": "batch _"})
+    x = jax.ShapeDtypeStruct((8, 4), np.float32)
+    assert mp.prove(step, x).proven
+    with pytest.raises(mp.errors.UnsupportedError, match=r"mp\.prove needs a layout"):
+        mp.prove(lambda x: x * 2, x)
