@@ -166,8 +166,8 @@ def test_a_model_of_70_billion_weights_by_its_defaults_alone(capsys):
     assert "data=512 (default" in err
     lines = out.splitlines()
     assert any(line.startswith("each device needs") and "of the 95.74 GiB of a v5p" in line for line in lines)
-    assert "alone, the largest part is compute: " in out
-    assert "the largest is kernel at Llama/layers/attention" in " ".join(out.split())
+    assert "bound by matmuls " in out
+    assert "slowest kernel: the matmul in Llama/layers/mlp/gate (" in out
     assert sum("`batch` already takes `data`" in line for line in lines) == 1
     assert len(lines) <= 59, "one screen"
     head = {line.split()[0]: line for line in lines[3:9] if line}
@@ -351,10 +351,10 @@ def test_tune_and_what_it_fitted(run, tmp_path):
     _, out, _ = run("calibrate small --rounds 1 --mesh 'data=4, model=2' --layout dp --json")
     assert [r["layout"] for r in json.loads(out)["rows"]] == ["batch: data"]
     status, _, err = run(f"search small --topology v5e:2x2 --calibration {kept}")
-    assert (status, "the calibration is of cpu" in err) == (2, True)
+    assert (status, "the calibration is of cpu" in " ".join(err.split())) == (2, True)
     kept.write_text("{}")
     status, _, err = run(f"calibrate small --calibration {kept}")
-    assert (status, "is not a calibration file" in err) == (2, True)
+    assert (status, "is not a calibration file" in " ".join(err.split())) == (2, True)
 
 
 def test_check(run):

@@ -148,7 +148,7 @@ def test_it_keeps_the_newest_and_waits_for_its_time(tmp_path):
         assert run.steps() == [8, 11]
     with pytest.raises(mp.errors.CheckpointError, match="there is no checkpoint"):
         mp.Checkpoints(tmp_path / "b").restore({"w": jnp.ones(3)})
-    with pytest.raises(mp.errors.CheckpointError, match="both must be at least 1"):
+    with pytest.raises(mp.errors.CheckpointError, match="all must be at least 1"):
         mp.Checkpoints(tmp_path / "b", every=0)
 
 

@@ -238,7 +238,7 @@ class Frame:
 
 
 def _argument_of(value: Value, frame: Frame) -> str:
-    """The path of the argument that a value in a frame is, or of which it is a slice, cast or transpose; "": it is none."""
+    """The path of the argument that a value in a frame is, or of which it is a slice, cast or transpose; "": there is none."""
     while value.path is None or value.op is not None:
         operands: Sequence[Value | None] = ()
         if value.op is not None:

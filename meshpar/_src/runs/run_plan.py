@@ -82,11 +82,15 @@ class RunOptions:
             try:
                 read = parse_duration(value) if may_be_0 or name == "mtbf" else float(value)
             except ValueError as error:
-                raise UnsupportedError(f"{name}: {error}") from None
+                raise UnsupportedError(f"{name}: {error}", fixes=[_EXAMPLE]) from None
             if not (0 < read < math.inf or (read == 0 and may_be_0)):
-                raise UnsupportedError(f"{name}={value}: it must be positive and finite")
+                raise UnsupportedError(f"{name}={value}: it must be positive and finite", fixes=[_EXAMPLE])
             object.__setattr__(self, name, read)
         object.__setattr__(self, "price", _prices(self.price))
+
+
+_EXAMPLE = "durations such as mtbf='40000h', restart='10min'; bandwidth=2e9"
+"""The fix of a parameter that is not a positive number."""
 
 
 def _prices(given: Mapping[str, float] | str | Path | None) -> dict[str, float]:
