@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ...compat.jax import axes_of_spec, source_line, without_dead_code
+from ...compat.jax import axes_of_spec, scan_counts, source_line, without_dead_code
 from . import loops
 from .lemmas import LEMMAS, family_of
 from .lemmas.elementwise import SAME
@@ -182,7 +182,7 @@ class Walk:
 
     def scan(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         p, terms = eqn.params, self.ctx.terms
-        n, m, closed = p["num_consts"], p["num_carry"], p["jaxpr"]
+        (n, m), closed = scan_counts(p), p["jaxpr"]
         consts, inits, stacks = rels[:n], rels[n : n + m], rels[n + m :]
         avals = [aval_of(v) for v in closed.jaxpr.invars[n : n + m]]
         length = int(p["length"])

@@ -18,7 +18,7 @@ from .table import lemma
 UNARY = (
     "sign floor ceil round is_finite exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan sinh cosh asinh acosh atanh "
     "sqrt rsqrt cbrt abs not erf erfc erf_inv lgamma digamma integer_pow square population_count clz real imag conj "
-    "reduce_precision random_unwrap to_edtype from_edtype"
+    "reduce_precision random_unwrap to_edtype from_edtype one_minus_square log2"
 ).split()
 BINARY = (
     "rem pow atan2 nextafter xor shift_left shift_right_logical shift_right_arithmetic eq ne lt le gt ge complex and or "
