@@ -73,6 +73,10 @@ def test_a_state_is_restored_from_memory_under_another_layout(tmp_path, memory, 
     assert jax.random.key_data(back["rest"]["key"]).tolist() == jax.random.key_data(jax.random.key(5)).tolist()
     assert back["rest"]["host"].tolist() == [0, 1, 2]
     again.close()
+    assert list(memory.rglob("blocks"))  # a reader deletes nothing
+    run = mp.Checkpoints(tmp_path / "run", every=100, memory="slice")
+    run.save(6, state)
+    run.close()
     assert not list(memory.iterdir())  # the run has ended
 
 
@@ -137,13 +141,13 @@ def test_a_damaged_copy_is_not_restored(tmp_path, memory):
     again.close()
 
 
-def test_a_process_keeps_two_copies(tmp_path, memory):
+def test_a_process_has_three_copies(tmp_path, memory):
     with mp.Checkpoints(tmp_path / "run", every=100, memory="slice") as run:
         state = made()(jax.random.key(0))
         for n in range(5):
             run.save(n, state)
         run._memory.wait()
-        assert sorted(p.parent.parent.name for p in memory.rglob("blocks")) == ["3", "4"]
+        assert sorted(p.parent.parent.name for p in memory.rglob("blocks")) == ["2", "3", "4"]
 
 
 def test_bad_arguments(tmp_path, memory):
@@ -207,6 +211,12 @@ def test_every_block_is_in_two_groups_and_in_one_process_of_each(sizes, spec, pr
                     stored[k].add(start)
     every = {start for start, _ in of.blocks.values()}
     assert all(sum(start in s for s in stored) >= min(2, groups) for start in every)
+
+
+def test_groups_that_differ_in_size_are_an_error():
+    sharding = jax.sharding.NamedSharding(mp.mesh("data=8"), jax.sharding.PartitionSpec("data"))
+    with pytest.raises(mp.errors.CheckpointError, match="groups of hosts of one size, and these have 3, 3, 2 devices"):
+        _ = Groups.of(_Sharding(sharding, 3), (8, 8), "slice").source
 
 
 def test_the_plan_of_a_copy_counts_what_is_sent_and_stored():

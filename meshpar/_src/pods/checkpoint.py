@@ -476,7 +476,7 @@ class Checkpoints:
             if manager is not None:
                 self._do(manager.close)
             if self._memory is not None:
-                self._memory.close(delete)
+                self._memory.close(delete and manager is not None)  # a reader deletes nothing
         finally:
             if lock is not None:
                 lock.close()

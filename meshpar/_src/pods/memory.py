@@ -49,7 +49,8 @@ from .agree import exchange
 from .digest import digest_on_host, starts_of
 
 KEPT = 2
-"""Complete copies that a process keeps: when it begins to write one, the others may still write the one before."""
+"""Complete copies that remain when a process begins to write another one. Then all processes have begun the one before, so that
+they have completed the second last; the last one may be incomplete in some."""
 
 Blocks = dict[tuple[int, ...], Any]
 """Start of a block in its array → the block."""
@@ -60,7 +61,7 @@ class MemoryPlan(NamedTuple):
 
     Attributes:
       sent: bytes that a device sends to another group of hosts.
-      stored: bytes that a process stores per copy; the host keeps two, and a third one while it is written.
+      stored: bytes that a process stores per copy; it has three of them.
       groups: number of groups of hosts; 1: a copy outlives the processes, but not the host.
     """
 
@@ -108,13 +109,18 @@ class Groups:
     @functools.cached_property
     def source(self) -> dict[Any, Any]:
         """Device → the device that sends it its shard: of the group before; empty if each group has all of the array, if there is
-        one group only, or if groups differ in size.
+        one group only.
+
+        Raises:
+          CheckpointError: the groups differ in size, so that a device has no counterpart.
         """
         groups, every = self.devices, {start for start, _ in self.blocks.values()}
         if len(groups) < 2 or all({self.blocks[d][0] for d in group} == every for group in groups):
             return {}
         if len({len(group) for group in groups}) > 1:
-            return {}
+            sizes = ", ".join(str(len(group)) for group in groups)
+            text = f"copies in memory need groups of hosts of one size, and these have {sizes} devices"
+            raise CheckpointError(text, fixes=["a mesh with as many devices in each, or no memory="])
         return {d: s for k, group in enumerate(groups) for d, s in zip(group, groups[k - 1], strict=True)}
 
     @functools.cached_property
@@ -183,8 +189,8 @@ def _copies(shardings: tuple[Any, ...], sources: tuple[tuple[tuple[int, int], ..
         return [(jnp.copy(x), received(x, s, pairs)) for x, s, pairs in zip(xs, shardings, sources, strict=True)]
 
     def on_host(s: Any) -> Any:
-        device = next(iter(s.device_set))
-        kinds = {m.kind for m in device.addressable_memories()} if device.process_index == process_index() else set()
+        device = next(iter(s.addressable_devices))  # of this process: all processes make one program
+        kinds = {m.kind for m in device.addressable_memories()}
         return s.with_memory_kind(HOST_MEMORY) if device.platform != "cpu" and HOST_MEMORY in kinds else s
 
     hosts = [on_host(s) for s in shardings]
@@ -306,6 +312,8 @@ class Memory:
         for other in self.root.iterdir() if self.root.exists() else ():
             if other.name != run:
                 shutil.rmtree(other, ignore_errors=True)
+        for old in sorted(self._steps(run))[:-KEPT]:
+            shutil.rmtree(self.root / run / str(old), ignore_errors=True)
         folder = self.root / run / str(step)
         target, begun = folder / str(process_index()), folder / f"{process_index()}.{secrets.token_hex(4)}"
         begun.mkdir(parents=True)
@@ -321,8 +329,6 @@ class Memory:
         if target.exists():  # of an earlier attempt
             shutil.rmtree(target)
         begun.rename(target)
-        for old in sorted(self._steps(run))[:-KEPT]:
-            shutil.rmtree(self.root / run / str(old), ignore_errors=True)
 
     def _steps(self, run: str) -> list[int]:
         """The steps of a run with a complete copy of this process."""
@@ -331,13 +337,14 @@ class Memory:
         return [int(p.name) for p in found if (p / str(process_index())).exists()]
 
     def close(self, delete: bool) -> None:
-        """Wait for the last copy; ``delete`` all copies of this host: the run has ended."""
+        """Wait for the last copy; ``delete`` all copies of this host: the run has ended in all processes, which call this."""
         try:
             self.wait()
+            if delete:
+                exchange("end the copies in memory", True)  # other processes of the host may still write
+                shutil.rmtree(self.root, ignore_errors=True)
         finally:
             self._pool.shutdown()
-            if delete:
-                shutil.rmtree(self.root, ignore_errors=True)
 
     # -- restore
 
