@@ -44,13 +44,10 @@ from ..compat.jax import HOST_MEMORY
 from ..compat.processes import MEMORY, coordinator, process_count, process_index
 from ..dims import near
 from ..global_arrays import of_parts
+from ..runs.failures import KEPT
 from ..units import format_memory, mesh_text
 from .agree import exchange
 from .digest import digest_on_host, starts_of
-
-KEPT = 2
-"""Complete copies that remain when a process begins to write another one. Then all processes have begun the one before, so that
-they have completed the second last; the last one may be incomplete in some."""
 
 Blocks = dict[tuple[int, ...], Any]
 """Start of a block in its array → the block."""

@@ -22,7 +22,6 @@ from ..dims import did_you_mean
 from ..hardware.chips import CHIPS
 from ..options import option
 from ..plan.plan import Plan, ShardedArray
-from ..pods.memory import KEPT
 from ..report.document import Document
 from ..report.facts import fits, layout_text, title
 from ..report.tables import Cell, Table, hanging, html_picture, number
@@ -35,7 +34,7 @@ from ..units import (
     mesh_text,
     parse_duration,
 )
-from .failures import Job
+from .failures import KEPT, Job
 
 DAY = 86400.0
 MIN_GOODPUT = 0.01
