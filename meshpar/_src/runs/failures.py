@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 KEPT = 2
-"""Complete copies in memory that remain when a process begins to write another one. Then all processes have begun the one before, so
-that they have completed the second last; the last one may be incomplete in some."""
+"""Complete copies in memory that remain when a process begins to write another one. Then all processes have begun the one before,
+so that they have completed the second last; the last one may be incomplete in some."""
 
 
 def best_work(save: float, mtbf: float) -> float:
