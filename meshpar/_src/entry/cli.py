@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import jax
+from rich.console import Group
 from rich.text import Text
 
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
-from ..console import columns, console_of
+from ..console import columns
 from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
@@ -44,6 +45,7 @@ from ..program.patterns import patterns_of
 from ..progress import Progress, progress_line
 from ..report.document import shown_text
 from ..report.facts import fits
+from ..report.hints import topology_for_state
 from ..report.names import names_table
 from ..report.tables import hanging
 from ..runs import RunOptions
@@ -123,18 +125,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show_error(error: MeshparError) -> None:
     """Print an error to stderr: the class in red, the fixes in green, and facts and fixes wrapped in their column."""
-    kind, console, style = type(error).__name__, console_of(sys.stderr), ""
     head, *lines = str(error).split("\n")
-    console.print(Text.assemble((kind, "bold red"), f": {head}"))
+    shown, style = list[Any]([Text.assemble((type(error).__name__, "bold red"), f": {head}")]), ""
     for line in lines:
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
         style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
-        console.print(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
+        shown.append(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
+    print(shown_text(Group(*shown), sys.stderr), file=sys.stderr)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
     """Print a warning without the line that caused it, which is a line of this module."""
-    console_of(sys.stderr).print(Text.assemble((category.__name__, "yellow"), f": {message}"))
+    print(shown_text(Text.assemble((category.__name__, "yellow"), f": {message}"), sys.stderr), file=sys.stderr)
 
 
 GROUPS = {
@@ -444,7 +446,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; else the command of a search. Schemes that lack an axis of the plan's layout do not count."""
+    :data:`WORTH_TRYING`; else the command of a search, on more devices if those of the plan cannot store its state. Schemes that
+    lack an axis of the plan's layout do not count."""
+    if where := topology_for_state(plan):
+        return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
     used = {axis for rule in plan.layout.rules for axis in rule.axes}
     for name, scheme in PRESETS.items():
@@ -464,8 +469,8 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
 def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
     """The line of another command for the same target, its arguments and the topology, with some flags."""
     words = ["meshpar", command, args.target]
-    given = [("args", args.arguments), ("dims", args.dims), ("topology", args.topology), *flags.items()]
-    for name, value in (*(("set", text) for text in args.set), *given):
+    given = {"args": args.arguments, "dims": args.dims, "topology": args.topology, **flags}
+    for name, value in (*(("set", text) for text in args.set), *given.items()):
         words += [] if value is None else [f"--{name}", value]
     return shlex.join(words)
 
@@ -720,7 +725,7 @@ def _names(args: argparse.Namespace) -> int:
         rows = [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.rows]
         print(json.dumps({"dims": patterns, "names": rows}, indent=2))
     else:
-        console_of(sys.stdout).print(table.terminal())
+        print(shown_text(table.terminal()))
     return 0
 
 
@@ -779,7 +784,10 @@ def _where(
     """The mesh and the layout; defaults of those that are left out are printed to stderr."""
     layout = None if layout is None else _layout(args, target, layout)
     mesh = _mesh(args, mesh, topology, layout)
-    return mesh, _default_layout(args, target, mesh, topology) if layout is None else layout
+    if layout is None:
+        layout = _default_layout(args, target, mesh, topology)
+        _say(args, f"layout   {layout} (default{': FSDP' if ';' in layout else ''})")
+    return mesh, layout
 
 
 def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:
@@ -851,9 +859,7 @@ def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topolog
             f"{target.name} has neither a dim `batch` nor a dim `embed` for the default layout",
             fixes=[f"say one: --layout 'dim: {axis}'", f"its dims are {', '.join(sorted(names)[:12])}"],
         )
-    layout = "; ".join(f"{d}: {axis}" for d in dims)
-    _say(args, f"layout   {layout} (default{': FSDP' if len(dims) == 2 else ''})")
-    return layout
+    return "; ".join(f"{d}: {axis}" for d in dims)
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:

@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,8 @@ from .chips import CHIPS, Chip, chip_of_kind
 _TOPOLOGY = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*):(\d{1,9}(?:x\d{1,9})*)\s*\Z")
 _ACCELERATOR = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*)-(\d{1,9})\s*\Z")
 _PLACES = ("x", "y", "z", "core", "slice")
+MAX_DOUBLINGS = 14
+"""The largest of :func:`larger_topologies` has 2 to this power times the devices."""
 
 
 # -- text and slices
@@ -98,6 +100,16 @@ def parse_topology(text: str) -> Topology:
     raise MeshError(
         f"topology {text!r} does not exist: {why}", fixes=[f"the nearest: {', '.join(near)}", *_known(chip)]
     )
+
+
+def larger_topologies(topology: str) -> Iterator[Topology]:
+    """The topologies with 2, 4, 8, … times the devices: larger slices as long as the chip has them, then several of the largest."""
+    where = parse_topology(topology)
+    for _ in range(MAX_DOUBLINGS):
+        count = 2 * math.prod(where.chips)
+        shape = (count,) if where.chip.switch else next(iter(where.chip.shapes(count)), None)
+        where = where._replace(slices=2 * where.slices) if shape is None else where._replace(chips=shape)
+        yield where
 
 
 def device_count(topology: str) -> int:

@@ -107,7 +107,7 @@ class PlanDiff(Document):
     collectives: list[tuple[str, str, str, float, float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = list(_metrics(self.a, self.b))
+        self.metrics = [m for m in _metrics(self.a, self.b) if m.a is not None or m.b is not None]
         self.tensors = _tensors(self.a, self.b)
         self.collectives = _collectives(self.a, self.b)
 

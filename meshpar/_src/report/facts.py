@@ -32,6 +32,8 @@ from .tables import Cell, number
 DimAxes = tuple[str, tuple[str, ...]]
 """A dim of an array: its name, and the mesh axes that shard it."""
 
+USABLE_FRACTION = 0.85
+"""Fraction of the memory of a device that a search lets the peak of a plan take: the rest is for errors of the estimate."""
 MIN_PADDING_SHARE = 0.01
 """Fraction of the peak memory from which on padding is reported."""
 MIN_LARGE_SHARE = 0.05
@@ -69,6 +71,21 @@ def lowering_text(plan: Plan) -> str:
 def fits(plan: Plan) -> bool | None:
     """Whether the peak memory of the plan fits the memory of a device; None: the chip is not known."""
     return None if plan.chip is None else memory_of(plan).peak <= plan.chip.per_device().hbm
+
+
+def is_tight(plan: Plan) -> bool:
+    """Whether the plan fits, but a search does not let the peak be as large (:data:`USABLE_FRACTION`)."""
+    chip = plan.chip
+    return chip is not None and USABLE_FRACTION < memory_of(plan).peak / chip.per_device().hbm <= 1
+
+
+def inputs_text(plan: Plan) -> str:
+    """``batch 32 × seq 2,048``: the named dims of the integer inputs (of all inputs if there are none), the parameters and the
+    state excluded, with their sizes; "" without such dims."""
+    inputs = [h for h in sorted(plan.inputs, key=lambda h: "batch" not in h.dims) if h.kind is None]
+    integers = [h for h in inputs if "int" in h.dtype]
+    sizes = {name: n for h in integers or inputs for name, n in zip(h.dims, h.shape, strict=True) if name}
+    return " × ".join(f"{name} {n:,}" for name, n in sizes.items())
 
 
 def kernel_seconds(time: Time) -> float:

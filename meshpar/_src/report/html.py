@@ -125,6 +125,8 @@ def verdict(plan: Plan) -> str:
     if chip is None or time is None:
         return f'<p class="verdict">Each device needs {format_memory(peak)} and sends {format_bytes(plan.bytes_sent)} a step.</p>'
     does = "<b>Fits</b>" if facts.fits(plan) else '<b class="up">Does not fit</b>'
+    if facts.is_tight(plan):
+        does = f'<b class="tight">Tight</b> (a search allows {100 * facts.USABLE_FRACTION:.0f} % of the memory)'
     shares = step_shares(plan)
     bound = (
         f", bound by <b>{escape(step_bounds(plan)[0][0])}</b>: {escape(', '.join(shares))} of the step"
@@ -143,12 +145,15 @@ def facts_list(plan: Plan) -> str:
     memory = "not given" if chip is None else f"{escape(chip.name)}, {format_memory(chip.per_device().hbm)} per device"
     rows = [
         ("mesh", AxisColours(plan.sizes).sizes(plan.sizes).markup),
+        ("inputs", escape(facts.inputs_text(plan))),
         ("lowering", escape(facts.lowering_text(plan))),
         ("chip", memory),
         ("JAX", escape(jax.__version__)),
         ("layout", f"<code>{escape(facts.layout_text(plan))}</code>"),
     ]
-    return '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows) + "</dl>"
+    return (
+        '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows if of) + "</dl>"
+    )
 
 
 def cards(plan: Plan) -> str:
@@ -158,7 +163,8 @@ def cards(plan: Plan) -> str:
     if chip is not None:
         capacity, over = chip.per_device().hbm, facts.fits(plan) is False
         width = min(100.0, 100 * memory.peak / capacity)
-        meter = f'<div class="meter{" over" * over}"><i style="width:{width:.1f}%"></i></div>'
+        kind = " over" if over else " tight" * facts.is_tight(plan)
+        meter = f'<div class="meter{kind}"><i style="width:{width:.1f}%"></i></div>'
         of = f"of {format_memory(capacity)} of {with_article(chip.name)}, estimated"
         of = f'<span class="up">does not fit</span>: {of}' if over else of
         if facts.padding_text(plan):
@@ -201,7 +207,7 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         return ""
     kernels = facts.kernel_seconds(time)
     exposed = time.seconds - kernels
-    by_colour: dict[str, float] = {}
+    by_colour = {colours.of[axis]: 0.0 for axis in plan.sizes}  # in the order of the legend
     for c in plan.collectives:
         kind = colours.first(c.axes)
         by_colour[kind] = by_colour.get(kind, 0.0) + c.total_seconds
@@ -211,7 +217,7 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         ("matmuls alone", time.compute, [("ink", time.compute, "matmuls")]),
         ("memory traffic alone", time.memory, [("ink", time.memory, "memory traffic")]),
         ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
-        ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in by_colour.items()]),
+        ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in by_colour.items() if n]),
     ]
     copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]

@@ -108,8 +108,8 @@ def arrivals(plan: Plan) -> Section:
 def overlaps(plan: Plan) -> Section:
     """How all-gathers before matmuls and reduce-scatters after them are lowered, and why.
 
-    Its summary is the most frequent reason, if no pair is a ring or a fused kernel. It is minor where the chip is not known, unless
-    the user requested rings.
+    Its summary is the most frequent reason, if no pair is a ring or a fused kernel. It is then minor, unless the user requested
+    rings.
     """
     title, colours = "Collective matmuls", AxisColours(plan.sizes)
     names = {"ring": "rings", "pallas": "fused kernels"}
@@ -136,7 +136,7 @@ def overlaps(plan: Plan) -> Section:
         saved = f"  saves {format_seconds(gain_of(group))}" if gain_of(group) and o.choice != "xla" else ""
         text = Text.assemble(colours.axes(o.axes).terminal, f"  {calls} × {pair}{saved}: {o.reason}")
         lines.append(Line(f"{o.choice:<6}", text))
-    minor = not chosen and plan.chip is None and plan.overlap == "auto"
+    minor = not chosen and plan.overlap == "auto"
     return Section(title, head, lines, "" if chosen else reason, minor)
 
 

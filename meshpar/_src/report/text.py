@@ -32,8 +32,10 @@ MAX_ARGUMENT_ROWS = 7
 """Groups of parameters; of another kind of arguments half as many."""
 BAR_CELLS = 20
 """Columns of a bar."""
-TOO_LARGE = "too large"
-"""In place of ``fits``."""
+TOO_LARGE, TIGHT = "too large", "tight"
+"""In place of ``fits``: the peak exceeds the memory, or what a search allows."""
+WARNING = "bold yellow"
+"""Style of a plan that is tight."""
 MAX_KINDS = 4
 """Kinds of memory in the summary."""
 MIN_COLLECTIVE_SHARE = 0.01
@@ -56,8 +58,8 @@ def plan_renderable(plan: Plan) -> Any:
     of = f" of {plan.topology}" * bool(plan.topology)
     devices = Text.assemble(f"{math.prod(plan.sizes.values())} devices{of} (", colours.sizes(plan.sizes).terminal, ")")
     layout, lowering = colours.layout(facts.layout_text(plan)), facts.lowering_text(plan)
-    named = {"plan": devices, "layout": layout, "lowering": Text(lowering)}
-    head: list[Any] = [hanging([(Text(name, "bold"), text) for name, text in named.items()])]
+    named = {"plan": devices, "inputs": Text(facts.inputs_text(plan)), "layout": layout, "lowering": Text(lowering)}
+    head: list[Any] = [hanging([(Text(name, "bold"), text) for name, text in named.items() if text])]
     if facts.fits(plan) is False and plan.chip is not None:
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
         line = f"DOES NOT FIT  each device needs {needs}, and {with_article(plan.chip.name)} has {has}"
@@ -99,11 +101,11 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     if chip is None:
         rows.append(("needs", needs, Text(), kinds))
     else:
-        capacity = chip.per_device().hbm
-        bar = memory_bar(memory.peak, capacity)
-        rows.append(
-            ("fits" if memory.peak <= capacity else TOO_LARGE, f"{needs} of {format_memory(capacity)}", bar, kinds)
-        )
+        capacity, label = chip.per_device().hbm, "fits" if facts.fits(plan) else TOO_LARGE
+        if facts.is_tight(plan):
+            label = TIGHT
+            kinds = joined(Text(f"a search allows {100 * facts.USABLE_FRACTION:.0f} %", WARNING), *kinds.items)
+        rows.append((label, f"{needs} of {format_memory(capacity)}", memory_bar(memory.peak, capacity), kinds))
     if time is not None:
         kernels = facts.kernel_seconds(time)
         waits = time.seconds - kernels
@@ -133,7 +135,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     for label, value, bar, rest in rows:
         head = Text.assemble((f"{value:<{width}}", "bold"), "  " * bool(bar), bar)
         shown = replace(rest, head=head) if value else Text().join(rest.items)
-        lines.append((Text(f"  {label}", "bold red" if label == TOO_LARGE else ""), shown))
+        lines.append((Text(f"  {label}", {TOO_LARGE: "bold red", TIGHT: WARNING}.get(label, "")), shown))
     return hanging(lines)
 
 
@@ -200,11 +202,13 @@ def _costs(plan: Plan) -> list[Text]:
 
 
 def memory_bar(peak: float, capacity: float) -> Text:
-    """``[███░░░░░░░] 31 %`` of the memory of a device; red where the peak exceeds the capacity. Both are bytes."""
-    filled = min(BAR_CELLS, max(1, round(BAR_CELLS * peak / capacity)))
-    style = "bold red" if peak > capacity else PALETTE[0]
+    """``[███░░░░░░░] 31 %`` of the memory of a device; red where the peak exceeds the capacity, yellow above the part that a search
+    allows. Both are bytes."""
+    part = peak / capacity
+    style = "bold red" if part > 1 else WARNING if part > facts.USABLE_FRACTION else PALETTE[0]
+    filled = min(BAR_CELLS, max(1, round(BAR_CELLS * part)))
     empty = "░" * (BAR_CELLS - filled)
-    return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
+    return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * part:.0f} %", style))
 
 
 def collectives_block(
