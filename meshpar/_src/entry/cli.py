@@ -20,7 +20,7 @@ import time
 import warnings
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -169,32 +169,16 @@ Add = Callable[..., Any]
 Run = Callable[[argparse.Namespace], int]
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command of a target. All have TARGET, --set, --json and --debug.
-
-    Attributes:
-      run: runs the command, and returns the exit status.
-      add_arguments: adds the arguments that only this command has.
-      about: one sentence for the help text.
-      accelerator: whether it may use the accelerators of this machine; other commands leave them to other processes.
-    """
-
-    run: Run
-    add_arguments: Callable[[Add], None]
-    about: str
-    accelerator: bool = False
+COMMANDS: dict[str, tuple[Run, Callable[[Add], None], str]] = {}
+"""Of the commands of a target, which all have TARGET, --set, --json and --debug: name → the function that runs it and returns the
+exit status, the function that adds its other arguments, and one sentence for the help text."""
 
 
-COMMANDS: dict[str, Command] = {}
-"""Name → command, for the commands of a target."""
-
-
-def _command(add_arguments: Callable[[Add], None], about: str, accelerator: bool = False) -> Callable[[Run], Run]:
-    """Decorates the function of a command of a target: ``_run_plan`` is ``run-plan``; see :class:`Command`."""
+def _command(add_arguments: Callable[[Add], None], about: str) -> Callable[[Run], Run]:
+    """Decorates the function of a command of a target: ``_run_plan`` is ``run-plan``; see :data:`COMMANDS`."""
 
     def register(run: Run) -> Run:
-        COMMANDS[run.__name__[1:].replace("_", "-")] = Command(run, add_arguments, about, accelerator)
+        COMMANDS[run.__name__[1:].replace("_", "-")] = run, add_arguments, about
         return run
 
     return register
@@ -287,13 +271,15 @@ def _parser() -> _CommandParser:
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
 
-    for name, command in COMMANDS.items():
-        about = f"{command.about[0].upper()}{command.about[1:]}."
-        sub = commands.add_parser(name, help=command.about, description=about, epilog=EXIT, formatter_class=_Help)
-        sub.set_defaults(run=command.run, accelerator=command.accelerator)
+    for name, (run, add_arguments, about) in COMMANDS.items():
+        description = f"{about[0].upper()}{about[1:]}."
+        sub = commands.add_parser(name, help=about, description=description, epilog=EXIT, formatter_class=_Help)
+        sub.set_defaults(
+            run=run, accelerator=name == "calibrate"
+        )  # other commands leave accelerators to other processes
         sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
         add = _grouped(sub)
-        command.add_arguments(add)
+        add_arguments(add)
         sets = 'arguments for the target: "batch=512, seq=4096"'
         add("--set", action="append", default=[], metavar="NAME=VALUE", help=sets)
         step = "TARGET is the step itself, and this function of its module, or module:function, returns its arguments"
@@ -636,7 +622,6 @@ def _choices(text: str) -> tuple[str, list[Any]]:
 @_command(
     _calibrate_arguments,
     "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
-    accelerator=True,
 )
 def _calibrate(args: argparse.Namespace) -> int:
     """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit

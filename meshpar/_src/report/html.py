@@ -22,8 +22,8 @@ from .facts import RuleEffect
 from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
-from .tables import GROUP, Cell, Table, code, html_picture, key, number, prose
-from .timeline import slowest_kernel, step_bounds, step_shares
+from .tables import GROUP, Cell, Table, html_picture, key, number, prose
+from .timeline import step_bounds, step_notes, step_shares
 from .torus import TORUS, torus_picture
 
 MAX_OPEN_COLLECTIVES = 12
@@ -83,7 +83,6 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
-        ("Largest intermediate values", _values(plan, colours), ""),
         *((section.title, section.html(), "") for section in sections(plan)),
     ]
     return [section for section in every if section[1]]
@@ -173,13 +172,7 @@ def cards(plan: Plan) -> str:
     if copies := facts.host_copies(plan):
         shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", escape(copies)))
     if time is not None:
-        below = (
-            facts.time_bounds(time),
-            facts.blocking_collectives(plan),
-            facts.calibration_text(plan),
-            facts.accuracy_text(plan),
-        )
-        about = escape("; ".join(filter(None, below)))
+        about = escape("; ".join(filter(None, (facts.time_bounds(time), facts.calibration_text(plan)))))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
         bound = f"bound by {escape(step_bounds(plan)[0][0])}" if time.seconds else ""
         shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bound))
@@ -223,8 +216,8 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
-    slowest = f'<p class="dim">Slowest kernel: {escape(slowest_kernel(plan))}.</p>'
-    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds) + slowest
+    notes = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in step_notes(plan))}</ul>"
+    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds) + notes
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
@@ -370,19 +363,3 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
             attributes.append(f'data-rules="{rules}" data-cut="{shards_data(first)}"')
     columns = [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")]
     return Table(columns, rows, attributes=attributes).html()
-
-
-def _values(plan: Plan, colours: AxisColours) -> str:
-    """The table of the largest intermediate values, or ""."""
-    rows = [
-        [
-            colours.dims(v.dims),
-            Cell(facts.shape_text(v.dtype, v.shape), css="mono more"),
-            number(str(v.kernels), v.kernels, css="more"),
-            number(format_memory(v.bytes), v.bytes),
-            code(v.source),
-        ]
-        for v in facts.largest_values(plan)
-    ]
-    columns = [("dims", ""), ("shape", "more"), ("kernels that write one", "n more"), ("per device", "n")]
-    return Table([*columns, ("first created at", "")], rows).html() if rows else ""

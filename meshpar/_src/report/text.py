@@ -25,7 +25,7 @@ from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
-from .timeline import slowest_kernel, step_shares
+from .timeline import step_notes, step_shares
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
@@ -36,8 +36,8 @@ TOO_LARGE, TIGHT = "too large", "tight"
 """In place of ``fits``: the peak exceeds the memory, or what a search allows."""
 WARNING = "bold yellow"
 """Style of a plan that is tight."""
-MAX_KINDS = 4
-"""Kinds of memory in the summary."""
+MIN_KIND_SHARE = 0.01
+"""Fraction of the peak of the smallest kind of memory in the summary."""
 MIN_COLLECTIVE_SHARE = 0.01
 """Fraction of the time of all collectives, or of their bytes where no time is estimated, from which on a collective has a row."""
 
@@ -94,8 +94,8 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     def joined(*items: Text | str) -> Wrapped:
         return Wrapped([item if isinstance(item, Text) else Text(item) for item in items], " · ")
 
-    ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])[:MAX_KINDS]
-    large = [(kind, n) for kind, n in ranked if n >= 0.01 * memory.peak]
+    ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
+    large = [(kind, n) for kind, n in ranked if n >= MIN_KIND_SHARE * memory.peak]
     kinds = joined(*(Text.assemble((kind, ROLE_STYLES[kind]), f" {format_memory(n)}") for kind, n in large))
     needs = format_memory(memory.peak)
     if chip is None:
@@ -169,33 +169,19 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
 
 
 def _costs(plan: Plan) -> list[Text]:
-    """Peak memory by kind; the estimated time, its bounds, its parts, and the slowest kernel."""
+    """The peak of memory and the estimated time, each with the notes about it."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
+    of = "" if chip is None else f" of the {format_memory(chip.per_device().hbm)} of {with_article(chip.name)}"
     at = f", at {memory.peak_source}" if memory.peak_source else ""
-    ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
-    kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 1e-3 * memory.peak)
-    of, largest = "", ""
-    if chip is not None:
-        of = f" of the {format_memory(chip.per_device().hbm)} of {with_article(chip.name)}"
-        largest = facts.largest_text(plan)
-    need = f"each device needs {format_memory(memory.peak)}"
-    out = [Text.assemble((need, "bold"), f"{of} at the peak{at}"), Text(f"    {kinds}", "dim")]
+    out = [Text.assemble((f"each device needs {format_memory(memory.peak)}", "bold"), f"{of} at the peak{at}")]
     copies = facts.host_copies(plan)
     host = f"host: {format_memory(memory.host)} in the host's memory for each device; {copies}" if copies else ""
-    details = ((largest, "dim"), (facts.padding_text(plan), ""), (host, ""))
-    out += [Text(f"    {line}", style=style) for line, style in details if line]
+    notes = filter(None, (facts.largest_text(plan), facts.padding_text(plan), host))
+    out += [Text(f"    {note}", "dim") for note in notes]
     if time is not None and chip is not None:
         takes = f"a step takes {'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
         on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
-        out.append(Text.assemble((takes, "bold"), on))
-        details = (
-            f"if nothing overlaps: {facts.parts_text(time)}",
-            f"slowest kernel: {slowest_kernel(plan)}",
-            facts.blocking_collectives(plan),
-            facts.calibration_text(plan),
-            facts.accuracy_text(plan),
-        )
-        out += [Text(f"    {line}", style="dim") for line in details if line]
+        out += [Text.assemble((takes, "bold"), on), *(Text(f"    {note}", "dim") for note in step_notes(plan))]
     if decoding := decoding_of(plan):
         out.append(Text.assemble(("decoding ", "bold"), str(decoding)))
     return out
