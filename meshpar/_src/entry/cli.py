@@ -222,24 +222,15 @@ class _CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The text of ``meshpar --help``: usage, and the commands by group with the first sentence of each description."""
-        width = max(map(len, self.commands))
-        lines = ["usage: meshpar COMMAND ...", ""]
-        width_of_help = columns(sys.stdout)
-        for group, names in GROUPS.items():
+        names, width, lines = max(map(len, self.commands)), columns(sys.stdout), ["usage: meshpar COMMAND ...", ""]
+        for group, commands in GROUPS.items():
             lines.append(f"{group}:")
-            for name in names:
-                about = _first_sentence(self.commands[name].description or "")
-                lines += textwrap.wrap(
-                    f"  {name:<{width}}  {about}", width_of_help, subsequent_indent=" " * (width + 4)
-                )
+            for name in commands:
+                about = re.split(r"(?<=\.) ", " ".join((self.commands[name].description or "").split()))[0]
+                lines += textwrap.wrap(f"  {name:<{names}}  {about}", width, subsequent_indent=" " * (names + 4))
             lines.append("")
-        lines.append(_Help("meshpar", width=width_of_help)._fill_text(DESCRIPTION, width_of_help, ""))
-        lines += [
-            "",
-            _Help("meshpar", width=width_of_help)._fill_text(f"{MORE}\n\n{EXIT}", width_of_help, ""),
-            "",
-        ]
-        return "\n".join(lines)
+        below = "\n\n".join((DESCRIPTION.strip("\n"), MORE, EXIT))
+        return "\n".join([*lines, _Help("meshpar", width=width)._fill_text(below, width, ""), ""])
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and exit, as in argparse; for a misspelled command, print the closest commands."""
@@ -249,11 +240,6 @@ class _CommandParser(argparse.ArgumentParser):
                 f"there is no command `{misspelled[1]}`; {did_you_mean(misspelled[1], self.commands, 'commands')[0]}"
             )
         super().error(message)
-
-
-def _first_sentence(text: str) -> str:
-    """The first sentence of a description, in one line."""
-    return " ".join(re.split(r"(?<=\.)\s", text.strip(), maxsplit=1)[0].split())
 
 
 def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
@@ -274,9 +260,8 @@ def _parser() -> _CommandParser:
     for name, (run, add_arguments, about) in COMMANDS.items():
         description = f"{about[0].upper()}{about[1:]}."
         sub = commands.add_parser(name, help=about, description=description, epilog=EXIT, formatter_class=_Help)
-        sub.set_defaults(
-            run=run, accelerator=name == "calibrate"
-        )  # other commands leave accelerators to other processes
+        # other commands leave accelerators to other processes
+        sub.set_defaults(run=run, accelerator=name == "calibrate")
         sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
         add = _grouped(sub)
         add_arguments(add)

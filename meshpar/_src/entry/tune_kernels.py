@@ -22,6 +22,7 @@ from meshpar_kernels.tuning import MatmulKey
 
 from ...errors import CheckError, TargetError
 from ..console import console_of
+from ..report.document import shown_text
 from ..report.tables import GROUP, Cell, Table, number
 from .target import parse_options
 
@@ -110,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
             tables = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
     except ValueError as error:  # the file's
         raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
-    _show(tables, file, console)
+    _show(tables, file)
     return 0
 
 
@@ -172,7 +173,7 @@ def tune_matmuls(
     return found
 
 
-def _show(tables: tuning.Table, file: Path, console: Console) -> None:
+def _show(tables: tuning.Table, file: Path) -> None:
     """Print a table of tuned tiles, with the measured and the analytic choice's milliseconds."""
     rows: list[list[Cell]] = []
     attributes: list[str] = []
@@ -190,4 +191,6 @@ def _show(tables: tuning.Table, file: Path, console: Console) -> None:
     columns = [("matmul", ""), ("rows, K, N", ""), ("options", ""), ("ms", "n"), ("analytic", "n")]
     title = f"tiles of the grouped matmuls: medians, also of the analytic choice; {file}"
     table = Table(columns, rows, title, attributes).terminal()
-    console.print(table if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry.")
+    print(
+        shown_text(table) if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry."
+    )
