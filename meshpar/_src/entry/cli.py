@@ -417,7 +417,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; else the command of a search, on more devices if those of the plan cannot store its state. Schemes that
+    :data:`WORTH_TRYING`; else the command of a search, on more devices if the plan's cannot store its state. Schemes that
     lack an axis of the plan's layout do not count."""
     if where := topology_for_state(plan):
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"

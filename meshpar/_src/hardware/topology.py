@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,8 +30,8 @@ from .chips import CHIPS, Chip, chip_of_kind
 _TOPOLOGY = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*):(\d{1,9}(?:x\d{1,9})*)\s*\Z")
 _ACCELERATOR = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*)-(\d{1,9})\s*\Z")
 _PLACES = ("x", "y", "z", "core", "slice")
-MAX_DOUBLINGS = 14
-"""The largest of :func:`larger_topologies` has 2 to this power times the devices."""
+MAX_LARGER = 14
+"""Number of :func:`larger_topologies`."""
 
 
 # -- text and slices
@@ -102,14 +102,14 @@ def parse_topology(text: str) -> Topology:
     )
 
 
-def larger_topologies(topology: str) -> Iterator[Topology]:
-    """The topologies with 2, 4, 8, … times the devices: larger slices as long as the chip has them, then several of the largest."""
-    where = parse_topology(topology)
-    for _ in range(MAX_DOUBLINGS):
-        count = 2 * math.prod(where.chips)
-        shape = (count,) if where.chip.switch else next(iter(where.chip.shapes(count)), None)
-        where = where._replace(slices=2 * where.slices) if shape is None else where._replace(chips=shape)
-        yield where
+def larger_topologies(topology: str) -> list[Topology]:
+    """The topologies with 2, 4, 8, … times the devices that exist: larger slices, then several of the largest."""
+    where, factors = parse_topology(topology), [2**k for k in range(1, MAX_LARGER + 1)]
+    counts = (n * math.prod(where.chips) for n in factors)
+    shapes = [(n,) if where.chip.switch else next(iter(where.chip.shapes(n)), None) for n in counts]
+    larger = [where._replace(chips=shape) for shape in shapes if shape is not None]
+    largest = (larger or [where])[-1]
+    return [*larger, *(largest._replace(slices=n * where.slices) for n in factors)][:MAX_LARGER]
 
 
 def device_count(topology: str) -> int:

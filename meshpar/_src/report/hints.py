@@ -74,7 +74,7 @@ def _state_bytes(plan: Plan) -> float:
 
 
 def _state_hint(plan: Plan) -> str | None:
-    """The devices that hold the state, if no layout on those of the plan does; None elsewhere."""
+    """The smallest topology for the state, if no layout on the plan's devices fits; None elsewhere."""
     where = topology_for_state(plan)
     if where is None or plan.chip is None:
         return None

@@ -33,7 +33,7 @@ MAX_ARGUMENT_ROWS = 7
 BAR_CELLS = 20
 """Columns of a bar."""
 TOO_LARGE, TIGHT = "too large", "tight"
-"""In place of ``fits``: the peak exceeds the memory, or what a search allows."""
+"""In place of ``fits``: the peak exceeds the memory, or the part of it that a search allows."""
 WARNING = "bold yellow"
 """Style of a plan that is tight."""
 MIN_KIND_SHARE = 0.01

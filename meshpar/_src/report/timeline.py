@@ -238,7 +238,7 @@ def slowest_kernel(plan: Plan) -> str:
 
 
 def step_notes(plan: Plan) -> list[str]:
-    """What a report says about the estimate of a step: its parts, its slowest kernel, synchronous collectives, how exact it is;
+    """The notes of a report about the estimate of a step: its parts, the slowest kernel, synchronous collectives, how exact it is;
     empty without a chip."""
     time, slowest = time_of(plan), slowest_kernel(plan)
     notes = (

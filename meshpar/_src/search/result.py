@@ -353,7 +353,7 @@ class Search(Document):
 
     @property
     def _count(self) -> str:
-        """How many candidates were planned, what became of them, and why the search ended."""
+        """The number of candidates, by the outcome of their plans, and why the search ended."""
         fit = sum(peak <= self.usable for _, peak in self.points)
         large, early = len(self.points) - fit, self.planned - len(self.points) - self.illegal
         kinds = {"fit": fit, "too large": large, "not legal": self.illegal}
