@@ -43,6 +43,8 @@ MAX_SAVE_LOSS = 0.01
 """Fraction by which the longest save interval that is reported lengthens the run."""
 MIN_COPIES_GAIN = 0.01
 """Fraction of the days of a run from which on copies in memory are said to pay."""
+TITLES = "Medians of the simulated runs", "Where the time goes, on average", "Saves and restarts", "Copies in memory"
+"""Of the tables of a report."""
 PARTS = {"ink": "productive", "m0": "saves", "m2": "repeated", "wait": "restarts"}
 """CSS class → part of the time of a run."""
 SOURCES = {
@@ -251,11 +253,7 @@ class RunPlan(Document):
                 [[name, *row.values()] for name, row in zip(names, rows, strict=True)],
                 title,
             )
-            for title, rows in zip(
-                ("", "Where the time goes, mean of the runs", "Saves and restarts", "Copies in memory"),
-                tables,
-                strict=True,
-            )
+            for title, rows in zip(TITLES, tables, strict=True)
         ]
 
     def _verdict(self) -> str:
@@ -283,7 +281,7 @@ class RunPlan(Document):
         head = f"<code>{escape(self._meshes)}</code><br><code>{escape(self.rows[0].layout)}</code>"
         return (
             f'<h1>{escape(self._title())}</h1><p>{head}</p><p class="verdict">{escape(self._verdict())}</p>'
-            f"{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
+            f"<h2>{runs.title}</h2>{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
             f"<h2>{saves.title}</h2>{saves.html()}<h2>{copies.title}</h2>{copies.html()}<h2>Parameters</h2>{parameters.html()}"
         )
 
@@ -311,12 +309,12 @@ def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
     days = r.days.text(f"{{:,.{1 if r.days.median < 100 else 0}f}}".format)
     run = {
         "step": cell(format_seconds, r.job.step),
-        "days: median (5–95 %)": number(days, r.days.median),
-        "median goodput": cell(percent, r.goodput.median),
-        "median failures": cell("{:,.0f}".format, r.failures.median),
+        "days (5–95 %)": number(days, r.days.median),
+        "goodput": cell(percent, r.goodput.median),
+        "failures": cell("{:,.0f}".format, r.failures.median),
     }
     if with_cost:
-        run["cost: median (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
+        run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
     every, at_most = r.save_seconds
     saves = {
         f"save every (+{100 * MAX_SAVE_LOSS:.0f} %)": cell(format_duration, at_most),
