@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..cost.schedule import on_sparse_cores, sorted_by_dependencies
+from ..cost.schedule import on_sparse_cores
 from ..plan.plan import Plan
 from ..plan.steps import (
     Barrier,
@@ -106,7 +106,8 @@ class _Waits:
 
     Attributes:
       after: matmul → the values for which it waits, as their ops compute them (possibly partial).
-      frames: the frames with matmuls → their order.
+      waiting: value → the matmuls that wait for it.
+      frames: the frames with matmuls → the dependencies between their ops.
       in_chunks: values that rings compute and reduce in chunks, so that they never exist as one array.
       hide: the matmuls in loops whose results are reduced on the SparseCores.
     """
@@ -115,7 +116,8 @@ class _Waits:
         """Decide for every frame with matmuls which of them wait, and for which values."""
         self.plan = plan
         self.after: dict[Op, list[Value]] = {}
-        self.frames = {frame: _FrameOrder(facts) for frame, facts in plan.program.cached(frame_dependencies).items()}
+        self.waiting: dict[Value, list[Op]] = {}
+        self.frames = plan.program.cached(frame_dependencies)
         self.in_chunks = {
             s.value
             for step in plan.body.all_steps
@@ -157,21 +159,21 @@ class _Waits:
         others = [r for r in others if frame.position[r] > frame.last_operand(op)]
         results = [frame.sum_of(r.outs[0]) for r in others]
         results = [v for v in results if v.op is not None and self._is_array(v)]
-        if not results or frame.leads_to_heavy(op):
+        if not results or frame.leads_to_heavy[op]:
             return
-        followers = frame.followers(op)
+        followers = frame.followers(op, self.waiting)
         free = [v for v in results if v.op not in followers]
         if not free:
             return
         last = max(free, key=lambda v: frame.position[v.op])  # type: ignore[index]
         if self._blocks_a_loop(reduction, frame, last) and self._is_array(op.outs[0]):
             for r in others:
-                if r not in followers and op not in frame.followers(r):
-                    self._wait(frame, r, op.outs[0])
+                if r not in followers and op not in frame.followers(r, self.waiting):
+                    self._wait(r, op.outs[0])
         else:
-            self._wait(frame, op, last)
+            self._wait(op, last)
 
-    def _blocks_a_loop(self, step: Reduce, frame: _FrameOrder, value: Value) -> bool:
+    def _blocks_a_loop(self, step: Reduce, frame: FrameDependencies, value: Value) -> bool:
         """Whether a loop after ``value`` waits for an asynchronous reduction (:func:`.barriers.serialize_loops`)."""
         plan = self.plan
         if plan.shard_bytes(step.source) < plan.compiler.serialized_reduction_bytes or not any(
@@ -179,28 +181,28 @@ class _Waits:
         ):
             return False
         assert value.op is not None
-        return any(op.primitive.family == "scan" for op in frame.followers(value.op))
+        return any(op.primitive.family == "scan" for op in frame.followers(value.op, self.waiting))
 
-    def _delay_others(self, frame: _FrameOrder) -> None:
+    def _delay_others(self, frame: FrameDependencies) -> None:
         """Apply the third rule."""
         left: list[tuple[Op, int]] = []  # matmuls on which no other depends, and the number of matmuls since
         order = frame.order(self.after)
-        for op in frame.matmuls if order is frame.ops else order:
+        for op in frame.matmuls if order is frame.frame.ops else order:
             if not op.primitive.matmul or not op.outs:
                 continue
-            if not frame.leads_to_heavy(op):
+            if not frame.leads_to_heavy[op]:
                 if self._operand_bytes(op) >= self.plan.compiler.large_buffer_bytes and self._is_array(op.outs[0]):
                     left.append((op, 0))
                 continue
             left = [(o, n + 1) for o, n in left]
             for o in [o for o, n in left if n > 1]:
-                self._wait(frame, op, o.outs[0])
+                self._wait(op, o.outs[0])
             left = [(o, n) for o, n in left if n <= 1]
 
-    def _wait(self, frame: _FrameOrder, op: Op, value: Value) -> None:
+    def _wait(self, op: Op, value: Value) -> None:
         """Let an op wait for a value."""
         self.after.setdefault(op, []).append(value)
-        frame.waiting.setdefault(value, []).append(op)
+        self.waiting.setdefault(value, []).append(op)
 
     def _is_array(self, value: Value) -> bool:
         """Whether a value exists as one array, as its op computes it: neither constant, nor computed in the chunks of a ring."""
@@ -251,52 +253,3 @@ def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
                 if shard in users:
                     users[shard].append(step.op)
     yield from ((step, users[step.result]) for step in gathers)
-
-
-class _FrameOrder:
-    """The order of a frame's ops, with dependencies that a pass adds.
-
-    Attributes:
-      waiting: value → the ops that wait for it, though they do not read it.
-    """
-
-    def __init__(self, facts: FrameDependencies):
-        self._facts, self.ops, self.matmuls, self.position = facts, facts.frame.ops, facts.matmuls, facts.position
-        self.waiting: dict[Value, list[Op]] = {}
-
-    def followers(self, op: Op) -> set[Op]:
-        """The ops that depend on an op or wait for one of these, itself included."""
-        out, todo = {op}, [op]
-        while todo:
-            for value in todo.pop().makes:
-                for user in (*self._facts.users.get(value, ()), *self.waiting.get(value, ())):
-                    if user not in out:
-                        out.add(user)
-                        todo.append(user)
-        return out
-
-    def last_operand(self, op: Op) -> int:
-        """The index of the last op that computes an operand of an op; -1: none does."""
-        makers = (self._facts.maker.get(v) for v in op.ins if v is not None)
-        return max((self.position[m] for m in makers if m is not None), default=-1)
-
-    def leads_to_heavy(self, op: Op) -> bool:
-        """Whether a matmul, an opaque kernel or a loop depends on an op."""
-        return self._facts.leads_to_heavy[op]
-
-    def sum_of(self, value: Value) -> Value:
-        """The sum that a value is a term of, and is used for nothing else; else the value itself."""
-        while len(users := self._facts.users.get(value, ())) == 1 and users[0].primitive.family == "add":
-            value = users[0].outs[0]
-        return value
-
-    def order(self, after: Mapping[Op, list[Value]]) -> list[Op]:
-        """The ops in program order, but those that wait, and ops that depend on them, after the values for which they wait."""
-        ops, position, facts = self.ops, self.position, self._facts
-        waits = [(position[op], {facts.maker[v] for v in values}) for op, values in after.items() if op in position]
-        if all(position[maker] < k for k, makers in waits for maker in makers):
-            return ops
-        before = {op: set(makers) for op, makers in zip(ops, facts.makers, strict=True)}
-        for k, makers in waits:
-            before[ops[k]] |= makers
-        return sorted_by_dependencies(before, position)

@@ -131,7 +131,7 @@ class _ProgramTables:
       items: of values; of elementwise ops with annotated operands (None: the op has none).
       factor_names: of ops with rules.
       names: (rule, names in the operands and results) → names of the factors.
-      op_queries: (rule, names of its factors) → query.
+      op_queries: (rule, names of its factors) → query; query_of: op → query.
       scopes: scopes that a layout names → the scopes of every value.
       queries: scopes that a layout names → queries.
       shard_map_axes: dim (its root) → the axes over which the user's own ``shard_map``s return it.
@@ -143,6 +143,7 @@ class _ProgramTables:
         self.factor_names: dict[Op, tuple[Names, ...]] = {}
         self.names: dict[tuple[Any, ...], tuple[Names, ...]] = {}
         self.op_queries: dict[tuple[OpRule, tuple[Names, ...]], OpQuery] = {}
+        self.query_of: dict[Op, OpQuery] = {}
         self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
         self.queries: dict[tuple[str, ...], Queries] = {}
         self.shard_map_axes = _shard_map_axes(program)
@@ -364,10 +365,12 @@ class AxisAssignment:
 
     def op_query(self, op: Op) -> tuple[OpQuery, tuple[str, ...]]:
         """(query, scopes) of an op with a rule."""
-        rule, given = op.factor_rule, self.factor_names(op)
-        query = self.tables.op_queries.get((rule, given))
+        query = self.tables.query_of.get(op)
         if query is None:
-            query = self.tables.op_queries[rule, given] = self._new_query(rule, given)
+            rule, given, queries = op.factor_rule, self.factor_names(op), self.tables.op_queries
+            if (rule, given) not in queries:
+                queries[rule, given] = self._new_query(rule, given)
+            query = self.tables.query_of[op] = queries[rule, given]
         return query, self.op_scopes(op, op.outs)
 
     def _new_query(self, rule: OpRule, given: tuple[Names, ...]) -> OpQuery:

@@ -61,7 +61,6 @@ class ControlFlow:
       accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
       accumulations: by the op that adds to the carry.
       outer: carries of a scan to which a scan inside of it adds.
-      conversions: ops whose decisions depend on ``accumulated``.
       depth: the number of scans around the present op.
       in_each_microbatch: loops whose carries add up gradients gather weights, and reduce gradients, in each iteration.
       unsharded: bytes on a device of the gradients that loops add up without sharding them as they are stored; with
@@ -77,7 +76,6 @@ class ControlFlow:
         self.emitter, self.facts, self.accumulated, self._plan_ops = emitter, facts, accumulated, plan_ops
         self.accumulations: dict[Op, Accumulation] = {}
         self.outer: set[Value] = set()
-        self.conversions: set[Op] = set()
         self.depth = 0
         self.in_each_microbatch, self.unsharded = in_each_microbatch, 0.0
 
@@ -395,8 +393,6 @@ class ControlFlow:
             # the addend is computed from these values by ops that partial values may pass
             for value, stacked in addends(self.facts.program, addend):
                 self.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)
-                if value.op is not None and value.op.primitive.family == "cast":
-                    self.conversions.add(value.op)
         return positions
 
 

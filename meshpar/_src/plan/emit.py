@@ -21,10 +21,10 @@ from .collective_records import CollectiveRecords
 from .collectives import Collective, is_all_reducible, split_reduction
 from .constants import ConstantMaker, inputs_for
 from .decide import OpDecision, Operand
-from .memo import Interned
+from .memo import PlanCache
 from .plan import Placement
 from .spec import replicated_spec
-from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard, Step, spec_after
+from .steps import Constant, Reduce, Reshard, Scatter, Shard, Step, spec_after
 from .traffic import value_reshard_bytes
 
 MAX_RECOMPUTED_DEPTH = 8
@@ -86,7 +86,7 @@ class Emitter:
       count: how often the body runs in a step; None: unknown.
     """
 
-    def __init__(self, assignment: AxisAssignment, interned: Interned, records: CollectiveRecords):
+    def __init__(self, assignment: AxisAssignment, interned: PlanCache, records: CollectiveRecords):
         """An emitter for a plan without steps, whose body under construction is the program's."""
         self.program, self.assignment, self.sizes = assignment.program, assignment, assignment.sizes
         self.interned, self.records = interned, records
@@ -198,7 +198,9 @@ class Emitter:
             moved.sort(key=lambda need: _recomputable_depth(need[1]))
         for i, value, need in moved:
             operands[i] = self.operand(op, value, need)
-        step, placements = self._run(op, decision, tuple(operands))
+        pairs = zip(op.outs, decision.results, strict=True)
+        results = tuple([self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs])
+        step = self.interned.run(op, tuple(operands), results, decision.axes)
         if decision.sends:
             axes = decision.axes or ()
             texts = [
@@ -210,10 +212,9 @@ class Emitter:
             ]
             step = replace(step, collectives=self.records.local_form(op, decision.sends, texts, self.count))
         self.group.append(step)
-        for placement, source, stored in zip(placements, decision.inherits, decision.stored, strict=True):
-            shard = placement.made
+        for shard, source, stored in zip(results, decision.inherits, decision.stored, strict=True):
             current[shard.value] = shard
-            self.placements[shard.value] = placement
+            self.placements[shard.value] = Placement(shard, shard)
             if shard.partial:
                 self._groups[shard] = self.group
                 if source is None:
@@ -222,21 +223,6 @@ class Emitter:
                     self.inherit(shard.value, op.ins[source])
             elif stored is not None and stored != shard.spec:
                 self.store(op, shard.value)
-
-    def _run(
-        self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]
-    ) -> tuple[Run, tuple[Placement, ...]]:
-        """(the step that runs an op as decided, the placements of its results)."""
-        runs, key = self.interned.runs, (op, decision, operands)
-        run = None if runs is None else runs.get(key)
-        if run is None:
-            pairs = zip(op.outs, decision.results, strict=True)
-            results = tuple(self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs)
-            make = Run if runs is None else self.interned.run
-            run = make(op, operands, results, decision.axes), tuple(Placement(shard, shard) for shard in results)
-            if runs is not None:
-                runs[key] = run
-        return run
 
     def inherit(self, value: Value, source: Value | None) -> None:
         """Record that a value is partial because another one is."""

@@ -24,7 +24,7 @@ from .constants import large_constant_note
 from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, decide, is_reduced_after
 from .emit import Emitter
-from .memo import Interned, KeyMaker, MeshCache, PlanCache
+from .memo import PlanCache
 from .partial import deferrable, narrowed, narrows, readers_of, reduce_in_values
 from .plan import Plan, ShardedArray
 from .request import PlanRequest
@@ -142,8 +142,8 @@ class _Planner:
 
     Attributes:
       deferrable: values that may be in ``deferred`` of the facts.
-      cache: of the mesh; empty if the program is planned for the first time, or if its layout is resolved by cost,
-          which decides about ops by more than the keys of cached decisions contain.
+      cache: shared by the plans of the program on the mesh; of this plan alone unless ``by_key``.
+      by_key: decisions are cached by :meth:`key`.
     """
 
     def __init__(self, variant: Variant, request: PlanRequest, max_seconds: float, in_each_microbatch: bool):
@@ -155,23 +155,18 @@ class _Planner:
         self.sizes = sizes = dict(mesh.shape)
         self.assignment = assignment = AxisAssignment(program, layout, sizes)
         self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, request.calibrations)
-        shared = program.cached(PlanCache)
-        shared.plans += 1
-        # most programs are planned once, and would not read the caches
-        cached = shared.plans > 1 and layout.resolve == "order" and not assignment.shard_map_axes
-        self.cache = of_mesh = shared.on(sizes) if cached else MeshCache()
-        self.keys = KeyMaker(shared, assignment) if cached else None
-        self.decisions = shared.decisions
+        # a layout that is resolved by cost, and a user's shard_map, decide by more than the keys of decisions contain
+        self.by_key = layout.resolve == "order" and not assignment.shard_map_axes
+        self.cache = cache = program.cached(PlanCache, tuple(sizes.items())).trim() if self.by_key else PlanCache()
         if topology is None:
-            self.torus, algorithms = torus_of(mesh), {}
+            self.torus = torus_of(mesh)
         else:
-            if topology not in of_mesh.tori:
-                of_mesh.tori[topology] = torus_of_slices(sizes, topology)
-            self.torus = of_mesh.tori[topology]
-            algorithms = of_mesh.algorithms.setdefault((topology, self.chip), {})
+            if topology not in cache.tori:
+                cache.tori[topology] = torus_of_slices(sizes, topology)
+            self.torus = cache.tori[topology]
+        algorithms = cache.algorithms.setdefault((topology, self.chip), {})
         records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, max_seconds)
-        interned = shared.interned if cached else Interned(planned_once=True)
-        self.emitter = Emitter(assignment, interned, records)
+        self.emitter = Emitter(assignment, cache, records)
         accumulated: dict[Value, bool] = {}
         self.deferred: set[Value] = set()
         self.deferrable = program.cached(deferrable)
@@ -238,23 +233,8 @@ class _Planner:
                     self.deferred.add(value)
 
     def decision(self, op: Op) -> OpDecision:
-        """The decision about an op without bodies."""
-        if self.keys is None:
-            return self.new_decision(op)
-        decisions = self.decisions if op.rule is None else self.cache.decisions
-        key = self.keys.key(op, self.emitter.current)
-        if op in self.control.conversions:
-            key = (*key, self.facts.accumulated[op.outs[0]])
-        if self.deferred:
-            key = (*key, frozenset(self.deferred.intersection(op.ins)))
-        known = decisions.get(key)
-        if known is None:
-            known = decisions[key] = self.new_decision(op)
-        return known
-
-    def new_decision(self, op: Op) -> OpDecision:
-        """The decision about an op that is planned like this for the first time; ops of equal layers share it."""
-        key, operand_of = self.shared_key(op), self.emitter.operand_of
+        """The decision about an op without bodies; ops that are planned alike, such as in equal layers, share it."""
+        key, operand_of = self.key(op) if self.by_key else None, self.emitter.operand_of
         known = None if key is None else self.cache.decisions.get(key)
         if known is None:
             known = decide(op, [operand_of(v) for v in op.ins], self.facts)
@@ -262,30 +242,42 @@ class _Planner:
                 self.cache.decisions[key] = known
         return known
 
-    def shared_key(self, op: Op) -> tuple[Any, ...] | None:
-        """A key of the decision about an op: ops with equal keys on one mesh, such as in equal layers, have equal decisions.
+    def key(self, op: Op) -> tuple[Any, ...] | None:
+        """All that the decision about an op depends on besides the mesh; None: it is not cached.
 
-        They have results with the same stored specs. Elementwise ops have operands of the same shapes, and compute in the same
-        spec; others have equal equations (one rule), the same axes for the factors, and operands that are sharded alike. None: the
-        decision depends on the op itself.
+        Elementwise ops with equal keys have operands of the same shapes, and compute in the same spec; others have equal equations
+        (one rule), the same axes for the factors, and operands that are sharded alike. All have results with the same stored
+        specs. A decision about a partial operand also depends on the op itself.
         """
         emitter, assignment, rule = self.emitter, self.assignment, op.rule
         current, constants, loops = emitter.current, emitter.constants, emitter.loop_consts
-        operands: list[Any] = []
-        for v in op.ins:
-            if v is not None and current[v].partial:
-                return None
-            operands.append(v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)))
+        shards = [None if v is None else current[v] for v in op.ins]
         among = self.program.cached(narrowed)
-        stored = tuple((assignment.value_spec(v), v in among) for v in op.outs)
+        stored = tuple([(assignment.value_spec(v), v in among) for v in op.outs])
+        if any(s is not None and s.partial for s in shards):
+            axes = None if rule is None else tuple(assignment.factor_axes(op))
+            iterations = tuple([v and emitter.iterations(v) for v in op.ins])
+            accumulated = self.facts.accumulated.get(op.outs[0]) if op.outs else None
+            return (
+                op,
+                axes,
+                stored,
+                tuple(shards),
+                iterations,
+                frozenset(self.deferred.intersection(op.ins)),
+                accumulated,
+            )
+        operands = tuple(
+            [v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)) for v in op.ins]
+        )
         if rule is None:
             if op.primitive.family in ("identity", "barrier") or all(x is None or x[1] for x in operands):
                 return None
-            shapes = tuple(operands) if narrows(op) else tuple(None if v is None else v.shape for v in op.ins)
+            shapes = operands if narrows(op) else tuple([None if v is None else v.shape for v in op.ins])
             return assignment.elementwise_spec(op, op.outs[0]), op.outs[0].shape, shapes, stored
-        if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects or self.layout.resolve == "cost":
+        if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects:
             return None
-        return rule, tuple(assignment.factor_axes(op)), tuple(operands), stored
+        return rule, tuple(assignment.factor_axes(op)), operands, stored
 
     def output(self, var: Var | Literal, value: Value) -> Shard:
         """A result of the program in its stored spec."""
