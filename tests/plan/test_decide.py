@@ -11,7 +11,7 @@ from jax import lax
 import meshpar as mp
 from meshpar._src.plan.assignment import AxisAssignment
 from meshpar._src.plan.decide import Facts, Operand, ShardType, add_to_carry, broadcast_spec, decide, kind_after
-from meshpar._src.plan.partial import readers_of, reduce_in_values
+from meshpar._src.plan.partial import readers_of
 from meshpar._src.rules.partial import LINEAR, MOVES
 from meshpar.errors import UnknownAxisError
 
@@ -32,7 +32,7 @@ class Case:
         mesh = ", ".join(f"{a}={n}" for a, n in sizes.items())
         program = mp.plan(fn, *shapes, dims=dims, layout="", mesh=mp.mesh(mesh)).program
         assignment = AxisAssignment(program, mp.Layout(layout), sizes)
-        self.facts = Facts(program, assignment, sizes, readers_of(program), {}, reduce_in_values(program))
+        self.facts = Facts(assignment, readers_of(program), {})
         (self.op,) = (o for o in program.root.walk() if o.name == op)
         self.operands = [None if v is None else Operand(v, assignment.value_spec(v)) for v in self.op.ins]
 
@@ -149,7 +149,7 @@ def test_a_shard_map_of_the_program_needs_its_axis_in_the_mesh():
     case = Case(fn, f32(16), dims={}, layout="", op="shard_map")
     assert case.decide().axes is not None
     with pytest.raises(UnknownAxisError):
-        case.decide(sizes={"model": 2})
+        case.decide(assignment=AxisAssignment(case.facts.program, mp.Layout(""), {"model": 2}))
 
 
 def unary(fn, op):

@@ -20,7 +20,7 @@ from .body_builder import BodyBuilder
 from .collectives import split_reduction
 from .constants import nameless_constant
 from .decide import Facts, add_to_carry
-from .emit import Emitter, LoopConst, Site
+from .emit import Emitter, Site
 from .partial import addends
 from .plan import Placement
 from .spec import replicated_spec, value_bytes
@@ -319,7 +319,7 @@ class ControlFlow:
         emitter.current[inner] = shard
         emitter.placements[inner] = Placement(shard, shard)
         if hoist and outer is not inner:
-            emitter.loop_consts[inner] = LoopConst(outer, Site(op, emitter.count, emitter.body))
+            emitter.loop_consts[inner] = outer, Site(op, emitter.count, emitter.body)
         return shard
 
     def _enters(self, op: Op, i: int, outer: Value | None, need: Spec) -> Shard:

@@ -61,14 +61,6 @@ class Site:
     body: BodyBuilder
 
 
-@dataclass(frozen=True, slots=True)
-class LoopConst:
-    """A value that a scan only reads: ``outer`` outside the scan, and where copies of it are made, before the scan."""
-
-    outer: Value
-    site: Site
-
-
 class Emitter:
     """Makes the steps of a plan: it turns the decisions about ops into steps, shards and collectives, and is their only
     writer.
@@ -80,7 +72,7 @@ class Emitter:
       placements: the shard that the op of each value makes, and the one in which it is stored.
       pending: the op whose split contracted factors left a value partial.
       factor_axes: the axes that split the factors of ops with a factor rule.
-      loop_consts: values inside scans that these only read.
+      loop_consts: value inside a scan that only reads it → the value outside, and where copies of it are made, before the scan.
       hoisted: copies that are made before a loop, by loop.
       body, group: the body under construction, and the steps of the present op.
       count: how often the body runs in a step; None: unknown.
@@ -97,7 +89,7 @@ class Emitter:
         self.placements: dict[Value, Placement] = {}
         self.pending: dict[Value, Op] = {}
         self.factor_axes: dict[Op, tuple[tuple[str, ...], ...]] = {}
-        self.loop_consts: dict[Value, LoopConst] = {}
+        self.loop_consts: dict[Value, tuple[Value, Site]] = {}
         self.hoisted: dict[Op, dict[Shard, None]] = {}
         self.body = BodyBuilder(self.program.root)
         self.group: StepGroup = []
@@ -164,9 +156,8 @@ class Emitter:
         """The iterations of the scans that only read a value; None: there is no such scan."""
         iterations = None
         while value in self.loop_consts:
-            const = self.loop_consts[value]
-            iterations = (1 if iterations is None else iterations) * const.site.origin.eqn.params["length"]
-            value = const.outer
+            value, site = self.loop_consts[value]
+            iterations = (1 if iterations is None else iterations) * site.origin.eqn.params["length"]
         return iterations
 
     # -- ops
@@ -282,7 +273,7 @@ class Emitter:
         if value in self.constants:
             return self.maker.part(value, need, self.body)
         source = self.current[value]
-        return source if source.spec == need else self.copy(op, value, need)
+        return source if source.spec == need else self.copy(op, value, need, Site(op, self.count, self.body))
 
     def as_it_is(self, value: Value | None) -> Shard | None:
         """A value in its current spec; None for a literal."""
@@ -291,18 +282,13 @@ class Emitter:
         shard = self.current[value]
         return self.maker.part(value, shard.spec, self.body) if value in self.constants else shard
 
-    def copy(self, op: Op, value: Value, need: Spec) -> Shard:
-        """The shard of a copy of ``value`` in the spec ``need``, made once for each body, or before the loops that only
-        read the value."""
-        return self._copy(op, value, need, Site(op, self.count, self.body))
-
-    def _copy(self, op: Op, value: Value, need: Spec, site: Site) -> Shard:
-        """A copy that is made at a site, or before the loops around it."""
+    def copy(self, op: Op, value: Value, need: Spec, site: Site) -> Shard:
+        """The shard of a copy of ``value`` in the spec ``need``, made once for each body, at a site or before the loops around it
+        that only read the value."""
         loops = []
         while value in self.loop_consts:
-            const = self.loop_consts[value]
-            loops.append(const.site.origin)
-            value, site = const.outer, const.site
+            value, site = self.loop_consts[value]
+            loops.append(site.origin)
         shard = self._made(op, value, need, site, self._resharded_for(value, need, site.body, {}))
         for loop in loops:
             self.hoisted.setdefault(loop, {})[shard] = None
@@ -356,7 +342,7 @@ class Emitter:
             result = self.shard(value, need, copy=(body.frame, value))
             step: Step = self.interned.run(maker, operands, (result,), None if axes is None else tuple(axes))
         elif value in self.loop_consts:
-            return self._copy(op, value, need, site)
+            return self.copy(op, value, need, site)
         else:
             cause = functools.partial(self.causes.resharded, op, self.factor_axes.get(op, ()), value, source.spec, need)
             path, collectives = self.records.resharding(value, source.spec, need, site.origin, site.count, cause)

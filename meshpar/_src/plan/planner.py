@@ -14,7 +14,7 @@ from ..dims import format_dims
 from ..hardware.calibration import calibrated
 from ..hardware.chips import Chip
 from ..hardware.topology import chip_of, torus_of, torus_of_slices
-from ..layout import Spec
+from ..layout import Rule, Spec
 from ..program.ir import Frame, Op, Program, Value
 from ..units import format_memory
 from .assignment import AxisAssignment
@@ -25,7 +25,7 @@ from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, decide, is_reduced_after
 from .emit import Emitter
 from .memo import PlanCache
-from .partial import deferrable, narrowed, narrows, readers_of, reduce_in_values
+from .partial import deferrable, narrowed, narrows, readers_of
 from .plan import Plan, ShardedArray
 from .request import PlanRequest
 from .spec import replicated_spec, shard_count
@@ -107,25 +107,16 @@ def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds
     if not once.unsharded or variant.gather == "step":
         return once
     if not rank.exceeds(once):
-        note = (_once_text(once.unsharded),) if once.unsharded >= MIN_NOTED_BYTES else ()
-        return replace(once, notes=(*once.notes, *note))
+        note = (
+            "weights are gathered, and gradients reduced, once for all microbatches of a step: a device has "
+            f'{format_memory(once.unsharded)} of unsharded gradients. gather="microbatch" needs less memory, and sends more'
+        )
+        return replace(once, notes=(*once.notes, note)) if once.unsharded >= MIN_NOTED_BYTES else once
     try:
         each = _Planner(variant, request, max_seconds, True).plan()
     except TooLong:
         return once
     return rank.first((once, replace(each, notes=(*each.notes, IN_EACH_MICROBATCH))))
-
-
-def _once_text(unsharded: float) -> str:
-    """The note of a plan whose loops over microbatches reduce gradients once a step.
-
-    Args:
-      unsharded: bytes of the gradients on a device.
-    """
-    return (
-        "weights are gathered, and gradients reduced, once for all microbatches of a step: a device has "
-        f'{format_memory(unsharded)} of unsharded gradients. gather="microbatch" needs less memory, and sends more'
-    )
 
 
 MIN_NOTED_BYTES = 2**26
@@ -170,8 +161,7 @@ class _Planner:
         accumulated: dict[Value, bool] = {}
         self.deferred: set[Value] = set()
         self.deferrable = program.cached(deferrable)
-        readers, reduce_in = program.cached(readers_of), program.cached(reduce_in_values)
-        self.facts = Facts(program, assignment, sizes, readers, accumulated, reduce_in, self.deferred)
+        self.facts = Facts(assignment, program.cached(readers_of), accumulated, self.deferred)
         self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops, in_each_microbatch)
 
     def plan(self) -> Plan:
@@ -274,7 +264,7 @@ class _Planner:
             if op.primitive.family in ("identity", "barrier") or all(x is None or x[1] for x in operands):
                 return None
             shapes = operands if narrows(op) else tuple([None if v is None else v.shape for v in op.ins])
-            return assignment.elementwise_spec(op, op.outs[0]), op.outs[0].shape, shapes, stored
+            return assignment.elementwise_spec(op), op.outs[0].shape, shapes, stored
         if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects:
             return None
         return rule, tuple(assignment.factor_axes(op)), operands, stored
@@ -308,12 +298,12 @@ class _Planner:
                 note = f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, which is left unsharded in "
                 notes.setdefault(note, []).append(str(value.path))
         out = [f"{n}{paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for n, paths in notes.items()]
-        values: dict[tuple[int, str, int], list[Value]] = {}
+        values: dict[tuple[Rule, str, int], list[Value]] = {}
         for value, i, rule in assignment.all_indivisible():
             dim = program.dim_name(value, i)
             values.setdefault((rule, f"`{dim}`" if dim else f"dim {i}", value.shape[i]), []).append(value)
-        for (k, dim, size), same in values.items():
-            rule, first = self.layout.rules[k], same[0]
+        for (rule, dim, size), same in values.items():
+            first = same[0]
             more = f" and {len(same) - 1} more" if same[1:] else ""
             parts = [n for n in range(1, shard_count(rule.axes, self.sizes)) if size % n == 0]
             sizes = " or ".join(filter(None, [", ".join(map(str, parts[-4:-1])), str(parts[-1])]))
