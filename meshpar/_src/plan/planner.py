@@ -119,6 +119,11 @@ def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds
     return rank.first((once, replace(each, notes=(*each.notes, IN_EACH_MICROBATCH))))
 
 
+def planned_as_traced(plan: Plan) -> Plan:
+    """The plan of the program of another plan as traced, without its rewrites, before any pass."""
+    return _Planner(Variant(plan.program.traced, plan.layout, (), None), plan.request, math.inf, False).plan()
+
+
 MIN_NOTED_BYTES = 2**26
 """Bytes of unsharded gradients from which on a note says how to have them sharded."""
 IN_EACH_MICROBATCH = (
