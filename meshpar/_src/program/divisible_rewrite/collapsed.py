@@ -30,7 +30,7 @@ def reshape(site: Site) -> bool:
         return site.define(
             0, source if source.aval.shape == shape else site.emit(lambda x: lax.reshape(x, shape), source)
         )
-    if view is not None or site.op.primitive.family == "squeeze":
+    if view is not None:
         return False
     groups = collapsed_groups(site.shape(0), shape)
     if groups is None or not _shards_are_scattered(site, site.op.ins[0], groups):
@@ -42,9 +42,8 @@ def _shards_are_scattered(site: Site, value: Value | None, groups: Groups) -> bo
     """Whether a shard of the merged dims is not a block of the result: columns in ``[rows, columns] → [rows·columns]``."""
     start = 0
     for group in groups:
-        shards = [site.shards(value, d) for d in range(start, start + len(group))]
-        last = max((k for k, count in enumerate(shards) if count > 1), default=0)
-        if any(count != n for count, n in zip(shards[:last], group[:last], strict=True)):
+        minor = next((k for k in range(len(group) - 1, 0, -1) if site.shards(value, start + k) > 1), 0)
+        if any(site.shards(value, start + k) != group[k] for k in range(minor)):
             return True
         start += len(group)
     return False
@@ -52,6 +51,8 @@ def _shards_are_scattered(site: Site, value: Value | None, groups: Groups) -> bo
 
 def dot_general(site: Site) -> bool:
     """Rewrite a matmul of a collapsed view, to one with the dims that its contracted, batch and free dims merge; else False."""
+    if site.op.primitive.family != "dot":
+        return False
     views = [site.view(k) for k in (0, 1)]
     if not any(isinstance(v, CollapsedView) for v in views):
         return False

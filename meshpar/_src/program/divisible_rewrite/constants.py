@@ -14,12 +14,11 @@ from ...iterables import operands_first
 from ...rules import ELEMENTWISE
 from ...rules.local import plain_params
 from ..ir import Value
-from ..primitives import name_dims_p
 
 MAX_USES = 4
 """Lookups that use one element more often are not represented by a table."""
 
-MAX_ELEMENTS = 1 << 20
+MAX_ELEMENTS = 1 << 24
 """Larger values are not evaluated."""
 
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "iota", "concatenate", "slice", "rev", "transpose", "name_dims")
@@ -89,31 +88,7 @@ class Constants:
         return index
 
     def iota_dim(self, value: Value) -> int | None:
-        """The dim along which an integer value counts 0, 1, 2, …, as ``jnp.arange`` does, or None.
-
-        Broadcasts and casts of such a value count too, and so do the indices ``where(i < 0, i + n, i)`` that jnp makes of it.
-        """
-        value = self.outer.get(value, value)
-        op, dtype = value.op, value.aval.dtype
-        if not jnp.issubdtype(dtype, jnp.integer) or not value.shape:
-            return None
-        if op is not None and op.name == "iota":
-            d = op.eqn.params["dimension"]
-            return d if jnp.iinfo(dtype).max >= value.shape[d] else None
-        if op is not None and op.name == "select_n" and op.ins[0] is not None and op.ins[1] is not None:
-            is_negative, count = op.ins[0].op, op.ins[1]  # where(i < 0, i + n, i), and no i is negative
-            if is_negative is not None and is_negative.name == "lt" and is_negative.ins == [count, None]:
-                return self.iota_dim(count) if literal_array(is_negative.eqn.invars[1]) == 0 else None
-        if op is not None and op.ins and op.ins[0] is not None:
-            if op.primitive.family == "cast" or op.eqn.primitive is name_dims_p:
-                d = self.iota_dim(op.ins[0])
-                return None if d is None or jnp.iinfo(dtype).max < value.shape[d] else d
-            if op.primitive.family == "broadcast":
-                d = self.iota_dim(op.ins[0])
-                if d is None:
-                    return None
-                to = op.eqn.params["broadcast_dimensions"][d]
-                return to if value.shape[to] == op.ins[0].shape[d] else None
+        """The dim along which an integer value counts 0, 1, 2, …, as ``jnp.arange`` does, or None."""
         elements = self.evaluate(value)
         if elements is None:
             return None

@@ -154,4 +154,4 @@ def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
             out = jnp.where(lax.broadcasted_iota(np.int32, x.shape, d) < end, x, out)
         return out
 
-    return site.define_padded(site.emit(select, *moved), {d: dim})
+    return site.define_padded(0, site.emit(select, *moved), {d: dim})
