@@ -67,8 +67,8 @@ ZIGZAG = (jax.grad(zigzag), (f32(8, 64, 64),), SEQ, SEQUENCE)
 SOLVER = (conjugate_gradients, (f32(64, 32), f32(64, 32)), ROWS, {"*": "rows columns"})
 ATTENTION = (attention, (f32(8, 64, 64), f32(64, 4, 16)), SEQ, SEQUENCE)
 PROGRAMS = {
-    "collapsed.dot_general": SOLVER,
-    "collapsed.reshape": SOLVER,
+    "raveled.dot_general": SOLVER,
+    "raveled.reshape": SOLVER,
     "lookups.constant_gather": ZIGZAG,
     "lookups.constant_scatter_add": ZIGZAG,
     "lookups.own_rows": LABELS,

@@ -20,7 +20,7 @@ from ...rules.spmd import Factors
 from ..ir import Op
 from ..primitives import name_dims_p
 from .rewriter import Site
-from .views import CollapsedView, PaddedDim
+from .views import PaddedDim
 
 CONTRACTED = frozenset(REDUCTION_KINDS.values())
 """The kinds of factors along which padding is overwritten."""
@@ -31,7 +31,7 @@ def by_factors(site: Site) -> bool:
     op, padded = site.op, dict[int, PaddedDim]()  # by factor
     operands = [site.padded_dims(k) for k in range(len(op.ins))]
     rule = _rule(op) if any(operands) and not site.has_extended_dtype() else None
-    if rule is None or any(isinstance(site.view(k), CollapsedView) for k in range(len(op.ins))):
+    if rule is None:
         return False
     for dims, factors in zip(operands, rule.ins, strict=True):
         for d, dim in dims.items():
