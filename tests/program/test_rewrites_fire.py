@@ -89,6 +89,14 @@ def bytes_sent(fn, args, layout, dims):
     return mp.plan(fn, *args, mesh="data=4, model=2", layout=layout, dims=dims).bytes_sent
 
 
+def test_the_next_token_loss_gathers_no_logits():
+    fn, args, layout, dims = NEXT_TOKEN
+    plan = mp.plan(fn, *args, mesh="data=4, model=2", layout=layout, dims=dims)
+    assert {c.op for c in plan.collectives} == {"collective-permute", "all-reduce"}
+    one_row_of_each_shard, weights = 4 * 8 * 64 * 2, 2 * 4 * 64 * 128
+    assert plan.bytes_sent <= one_row_of_each_shard + weights
+
+
 def test_every_rewrite_has_a_program():
     rewrites = (*divisible_rewrite.REWRITES.values(), divisible_rewrite.READERS)
     assert {name(f) for group in rewrites for f in group} == set(PROGRAMS)

@@ -13,7 +13,7 @@ from ...compat.jax import bind, literal_array
 from ...iterables import operands_first
 from ...rules import ELEMENTWISE
 from ...rules.local import plain_params
-from ..ir import Value
+from ..ir import Op, Value
 
 MAX_USES = 4
 """Lookups that use one element more often are not represented by a table."""
@@ -23,6 +23,13 @@ MAX_ELEMENTS = 1 << 24
 
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "iota", "concatenate", "slice", "rev", "transpose", "name_dims")
 _EVALUATED = ELEMENTWISE | set(_MOVES)
+
+
+def _evaluated_op(value: Value) -> Op | None:
+    """The op that computes a value, if the value is evaluated where its operands are known."""
+    is_integer = value.aval.dtype == np.bool_ or jnp.issubdtype(value.aval.dtype, np.integer)
+    is_known = value.op is not None and value.op.name in _EVALUATED
+    return value.op if is_known and is_integer and value.aval.size <= MAX_ELEMENTS else None
 
 
 class Constants:
@@ -48,17 +55,13 @@ class Constants:
         """The values of which one is the value, or from which its op computes it; none if the op is not evaluated."""
         if value in self.outer:
             return [self.outer[value]]
-        op = value.op
-        if op is None or op.name not in _EVALUATED or op.frames or value.aval.size > MAX_ELEMENTS:
-            return []
-        return [v for v in op.ins if v is not None]
+        op = _evaluated_op(value)
+        return [] if op is None else [v for v in op.ins if v is not None]
 
     def _computed(self, value: Value) -> np.ndarray | None:
         """The elements of a value whose operands are in ``known``; None as in :meth:`evaluate`."""
-        op, dtype = value.op, value.aval.dtype
-        if op is None or op.name not in _EVALUATED or op.frames or value.aval.size > MAX_ELEMENTS:
-            return None
-        if dtype != np.bool_ and not jnp.issubdtype(dtype, np.integer):
+        op = _evaluated_op(value)
+        if op is None:
             return None
         xs = [literal_array(var) if v is None else self.known[v] for var, v in zip(op.eqn.invars, op.ins, strict=True)]
         if any(x is None for x in xs):
