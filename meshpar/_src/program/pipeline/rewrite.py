@@ -669,19 +669,18 @@ class _Tick:
     def stack(self, var: Any, time: Time, stages: Stages, r: Any) -> Any:
         """[l, K, …], or an equivalent :class:`RoundOfStack`: for each stage, its part of a stacked operand of a slot, of its
         microbatch and round ``r``."""
+        renamed: tuple[tuple[str, str], ...] = ()
         if var in self.known:
-            if stages.rounds == 1:
-                return self.divided[var]
+            parts = self.divided[var]
             # a layer has dims of its own: dims of the layers' body have the rules of the old names as well
             renamed = tuple((new, f"{new}_layer") for _, new in self.body.gathered.get(var, ()))
-            return RoundOfStack(self.divided[var], r * np.int32(stages.length), renamed)
-        if var in self.xs:
-            parts = stages.rows(self.divided[var], self.position(time), 1)
         elif self.body.place(var).stacked:
             return jnp.swapaxes(stages.rows(self.ring(var), self.row(var, time), 1), 0, 1)
+        elif var in self.xs:
+            parts = jnp.swapaxes(stages.rows(self.divided[var], self.position(time), 1), 0, 1)
         else:
-            parts = stages.rows(stages.divided(self.ring(var), 1), self.row(var, time), 1)
-        return stages.of_round(jnp.swapaxes(parts, 0, 1), r)
+            parts = jnp.swapaxes(stages.rows(stages.divided(self.ring(var), 1), self.row(var, time), 1), 0, 1)
+        return parts if stages.rounds == 1 else RoundOfStack(parts, r * np.int32(stages.length), renamed)
 
 
 def _on_host(var: Any, loop: LayerLoop, residual: bool) -> UnsupportedError:
