@@ -76,9 +76,8 @@ def constant_gather(site: Site) -> bool:
 
     Program: a sequence in the zigzag order of balanced causal attention.
     """
-    d = _dim_of_rows(site)
-    table = None if d is None else _constant_indices(site, d)
-    return table is not None and define_indexed(site, 0, {d: table}, site.copies()(0), composed=True)
+    rows = _constant_rows(site)
+    return rows is not None and define_indexed(site, 0, dict([rows]), site.copies()(0), composed=True)
 
 
 def constant_scatter_add(site: Site) -> bool:
@@ -86,33 +85,32 @@ def constant_scatter_add(site: Site) -> bool:
 
     Program: the gradient of a sequence in zigzag order.
     """
-    d = _dim_of_rows(site)
-    table = None if d is None or not site.is_zero(0) else _constant_indices(site, d)
-    if table is None or len(set(table.tolist())) < len(table):
+    rows = _constant_rows(site) if site.is_zero(0) else None
+    if rows is None:
         return False
-    size, count, shards, view = site.shape(0)[d], site.shape(2)[d], site.shards(site.op.outs[0], d), site.indexed(2)
-    if shards == 1 and d not in view.indices:
+    d, table = rows
+    shards, view = site.shards(site.op.outs[0], d), site.indexed(2)
+    if len(set(table.tolist())) < len(table) or (shards == 1 and d not in view.indices):
         return False
-    inverse = np.full(size, ZERO)
-    inverse[table] = np.arange(count)
-    rows = view.indices.get(d) or DimIndices(np.arange(count), 1)
-    taken = DimIndices(rows.take(inverse).table, max(shards, rows.shards))
+    inverse = np.full(site.shape(0)[d], ZERO)
+    inverse[table] = np.arange(len(table))
+    added = view.indices.get(d) or DimIndices(np.arange(len(table)), 1)
+    taken = DimIndices(added.take(inverse).table, max(shards, added.shards))
     return site.define(0, IndexedView(view.source, {**view.indices, d: taken}, site.copies()(0), True))
 
 
-def _dim_of_rows(site: Site) -> int | None:
-    """The dim d along which a lookup takes complete rows of an array, or adds rows to it: they are along dim d of the result or of
-    the updates. None for any other lookup."""
-    dims, shape = LookupDims.of(site.op.eqn), site.shape(0)
-    rows = site.out_shape if site.op.primitive.family == "gather" else site.shape(2)
+def _constant_rows(site: Site) -> tuple[int, np.ndarray] | None:
+    """(d, constant indices) of a lookup that takes complete rows along dim d of an array, or adds rows to it; None for others.
+
+    The rows are along dim d of the result or of the updates.
+    """
+    op, dims, shape = site.op, LookupDims.of(site.op.eqn), site.shape(0)
+    rows = site.out_shape if op.primitive.family == "gather" else site.shape(2)
     if len(dims.indexed) != 1 or dims.collapsed != dims.indexed or dims.batch or len(rows) != len(shape):
         return None
     (d,) = dims.indexed
     others = tuple(k for k in range(len(shape)) if k != d)
-    return d if dims.window == others and all(rows[k] == shape[k] for k in others) else None
-
-
-def _constant_indices(site: Site, d: int) -> np.ndarray | None:
-    """The indices of a lookup along dim d, if they are constant (:meth:`.Constants.lookup_table`)."""
-    value, atom = site.op.ins[1], site.op.eqn.invars[1]
-    return site.rewriter.constants.lookup_table(value, atom, site.shape(0)[d], site.params["mode"])
+    if dims.window != others or any(rows[k] != shape[k] for k in others):
+        return None
+    table = site.rewriter.constants.lookup_table(op.ins[1], op.eqn.invars[1], shape[d], site.params["mode"])
+    return None if table is None else (d, table)
