@@ -133,7 +133,7 @@ def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
     if any(on_host(v.source) for v in views):  # masks are in device memory
         return False
     sizes = [v.shape[d] for v in views]
-    dim, ends = PaddedDim.of(sum(sizes), shards), np.cumsum(sizes).tolist()
+    dim, ends = PaddedDim(sum(sizes), shards), np.cumsum(sizes).tolist()
     moved = []
     for view, size, end in zip(views, sizes, ends, strict=True):
         table = np.full(dim.padded_size, ANY)

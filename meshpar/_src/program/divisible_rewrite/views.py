@@ -12,16 +12,15 @@ from ...rules.rearrange import ANY, ZERO
 
 
 class PaddedDim(NamedTuple):
-    """A dim of ``size`` elements that is padded to ``padded_size``, the next multiple of the ``shards`` it is split into."""
+    """A dim of ``size`` elements that is padded to the next multiple of the ``shards`` it is split into."""
 
     size: int
-    padded_size: int
     shards: int
 
-    @classmethod
-    def of(cls, size: int, shards: int) -> PaddedDim:
-        """``PaddedDim.of(15, 4)`` is ``PaddedDim(15, 16, 4)``."""
-        return cls(size, -(-size // shards) * shards, shards)
+    @property
+    def padded_size(self) -> int:
+        """``PaddedDim(15, 4).padded_size`` is 16."""
+        return -(-self.size // self.shards) * self.shards
 
     @property
     def is_padded(self) -> bool:
@@ -108,4 +107,4 @@ def padded_dims(view: View | None) -> dict[int, PaddedDim]:
     """
     if not isinstance(view, IndexedView) or (view.copy is not None and view.divides):
         return {}
-    return {d: PaddedDim.of(len(dim.table), dim.shards) for d, dim in view.indices.items()}
+    return {d: PaddedDim(len(dim.table), dim.shards) for d, dim in view.indices.items()}
