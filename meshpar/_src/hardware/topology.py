@@ -364,22 +364,17 @@ def torus_of_slices(sizes: Mapping[str, int], topology: Topology | str) -> Torus
     Raises:
       MeshError: the text is not a topology, or the sizes do not multiply to its number of devices.
     """
-    topology = parse_topology(topology) if isinstance(topology, str) else topology
-    check_fills(sizes, topology)
-    if topology.chip.switch:
-        return switched(sizes, min(math.prod(topology.chips), topology.chip.switch))
-    places = device_mesh(tuple(sizes.values()), _places(topology), topology.slices, mesh_text(sizes))
-    return _stages(places, tuple(sizes))
+    return torus_of(described_mesh(sizes, topology))
 
 
-def described_mesh(sizes: Mapping[str, int], topology: str) -> Mesh:
+def described_mesh(sizes: Mapping[str, int], topology: Topology | str) -> Mesh:
     """A mesh over slices that are not attached, with the devices that :func:`meshpar.mesh` assigns, to plan only: it needs no
     compiler.
 
     Raises:
       MeshError: the text is not a topology, or the sizes do not multiply to its number of devices.
     """
-    where = parse_topology(topology)
+    where = parse_topology(topology) if isinstance(topology, str) else topology
     check_fills(sizes, where)
     places = _places(where)
     if where.chip.switch:
