@@ -83,7 +83,7 @@ def positional(eqn, ins, outs) -> OpRule:
         return same_dims(eqn, ins, outs)
     if eqn.params["axis_index_groups"] is not None:
         return no_rule(ins, outs)
-    r = OpRule(strong=not axes, pairwise=True)
+    r = OpRule(strong=not axes)
     operands = [r.factors(shape, _POSITIONAL[eqn.primitive.name], axes) for shape in ins]
     return r.maps(operands, [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in operands])
 

@@ -78,7 +78,6 @@ class OpRule:
       sends_over: takes the place of ``sends`` if they depend on the axes that factors share.
       windows: (operand, dim) → a function from the number of shards of the dim to the window that each device reads.
       given: the axes of every factor, if the op specifies them, as a ``shard_map`` does; None: the plan assigns them.
-      pairwise: result k is computed from operand k alone, which shares no factor with the others.
       permutation_partial: a result without a permutation factor is a partial sum over it (cotangents), not complete.
     """
 
@@ -95,7 +94,6 @@ class OpRule:
     windows: dict[tuple[int, int], Callable[[int], ShardWindow]] = field(default_factory=dict)
     given: list[tuple[str, ...]] | None = None
     permutation_partial: bool = False
-    pairwise: bool = False
 
     def factor(self, size: int, kind: Kind = "pass_through") -> int:
         """Add a factor, and return its index."""
@@ -122,9 +120,8 @@ class OpRule:
     def partial_factors(self, k: int) -> list[int]:
         """The factors over whose axes result k is partial: reductions, and pass-through factors that only this result lacks."""
         own = {f for dim in self.outs[k] for f in dim}
-        read = sorted({f for dim in self.ins[k] for f in dim}) if self.pairwise else range(len(self.kinds))
         kinds = {*REDUCTIONS, "pass_through", *(("permutation",) if self.permutation_partial else ())}
-        return [f for f in read if f not in own and self.kinds[f] in kinds]
+        return [f for f, kind in enumerate(self.kinds) if f not in own and kind in kinds]
 
 
 RuleFn = Callable[[Any, list[tuple[int, ...]], list[tuple[int, ...]]], OpRule]
@@ -180,7 +177,7 @@ def independent_of_data(
 def same_dims(eqn: JaxprEqn, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
     """The rule of a collective in the body of a ``shard_map``: result k has the dims of operand k, except for the dims
     that change in size; results of another rank share no dim."""
-    r = OpRule(pairwise=True)
+    r = OpRule()
     r.ins = [r.factors(s) for s in in_shapes]
     for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
         if len(a) == len(b):
