@@ -231,12 +231,6 @@ def test_sends_the_halos_and_nothing_else(fn, expected):
     assert planned == found == expected
 
 
-def test_a_window_as_large_as_the_result_leaves_it_split():
-    assert sent(conv(24, 1, ((0, 23),))[0], normal(2, 24, 2))[0].outputs[0].spec == jax.sharding.PartitionSpec(
-        None, "data"
-    )
-
-
 def test_half_shards_are_sent_once_for_any_number_of_devices():
     """Slices of shards at many distances are sent in two permutes, since no device has more than two partners."""
     _, planned, found = sent(lambda x: jnp.split(x, 2, 1), normal(2, 32, 2), "rows: data+model")

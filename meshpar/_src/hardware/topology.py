@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -376,14 +376,10 @@ def described_mesh(sizes: Mapping[str, int], topology: Topology | str) -> Mesh:
     """
     where = parse_topology(topology) if isinstance(topology, str) else topology
     check_fills(sizes, where)
-    places = _places(where)
+    shape, places = tuple(sizes.values()), _places(where)
     if where.chip.switch:
-        devices = np.empty(len(places), dtype=object)
-        devices[:] = [replace(d, coords=None, platform="gpu", process_index=d.id // where.chip.switch) for d in places]
-        devices = devices.reshape(tuple(sizes.values()))
-    else:
-        devices = device_mesh(tuple(sizes.values()), places, where.slices, mesh_text(sizes))
-    return Mesh(devices, tuple(sizes))
+        return Mesh(np.array(places).reshape(shape), tuple(sizes))
+    return Mesh(device_mesh(shape, places, where.slices, mesh_text(sizes)), tuple(sizes))
 
 
 def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
@@ -425,6 +421,9 @@ class _Device:
 def _places(topology: Topology) -> list[_Device]:
     """The devices of slices that are not attached, in the order of their ids."""
     chip = topology.chip
+    if chip.switch:
+        host = min(topology.chips[0], chip.switch)
+        return [_Device(None, 0, 0, chip.kinds[0], n, "gpu", n // host) for n in range(topology.devices)]
     x, y, z = (*topology.chips, 1, 1)[:3]
     at = itertools.product(*map(range, (topology.slices, z, y, x, chip.devices)))
     return [_Device((i, j, k), c, s, chip.kinds[0], n) for n, (s, k, j, i, c) in enumerate(at)]

@@ -13,7 +13,7 @@ from ..compat.jax import bind
 from .local import LocalOp, on_shards
 from .partial import MOVES, along
 from .registry import SplitOp, register
-from .rule import Kind, OpRule, no_rule, same_dims
+from .rule import Kind, OpRule, same_dims
 
 _KINDS: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
 REDUCTION_KINDS: dict[str, Kind] = {f"reduce_{kind}": kind for kind in _KINDS}
@@ -81,8 +81,6 @@ def positional(eqn, ins, outs) -> OpRule:
     axes = [a for a in eqn.params["axes"] if isinstance(a, int)]
     if not axes and eqn.params["axes"]:  # in the body of a shard_map, or over the axis of a vmap around the step
         return same_dims(eqn, ins, outs)
-    if eqn.params["axis_index_groups"] is not None:
-        return no_rule(ins, outs)
     r = OpRule(strong=not axes)
     operands = [r.factors(shape, _POSITIONAL[eqn.primitive.name], axes) for shape in ins]
     return r.maps(operands, [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in operands])
