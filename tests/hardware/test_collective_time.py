@@ -3,8 +3,8 @@
 import pytest
 
 from meshpar._src.hardware.chips import CHIPS
-from meshpar._src.hardware.collective_time import merged, seconds_of
-from meshpar._src.hardware.topology import Stage
+from meshpar._src.hardware.collective_time import seconds_of
+from meshpar._src.hardware.topology import Stage, merged
 
 V5P, V5E, TPU7X, H100 = (CHIPS[name].ideal() for name in ("v5p", "v5e", "tpu7x", "h100"))
 V5P_AXIS = 2 * 9e10  # bytes/s both ways over one torus dimension

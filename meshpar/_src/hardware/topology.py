@@ -313,6 +313,24 @@ def joined(stages: Iterable[Stage]) -> list[tuple[Stage, int]]:
     return out
 
 
+def merged(stages: Iterable[Stage]) -> list[Stage]:
+    """The stages, with nested stages of one torus dimension merged into one, and stages of size 1 removed."""
+    out: list[Stage] = []
+    for stage in stages:
+        if stage.size == 1:
+            continue
+        same = next((i for i, s in enumerate(out) if s.dim == stage.dim != ""), None)
+        if same is None:
+            out.append(stage)
+            continue
+        minor, major = sorted((out[same], stage), key=lambda s: s.stride)
+        if not major.on_torus or major.stride == minor.stride * minor.size:
+            out[same] = Stage(minor.size * major.size, major.dim, major.wraps, minor.stride)
+        else:
+            out.append(stage)
+    return out
+
+
 def major_stage(torus: Torus, axes: Sequence[str]) -> tuple[list[Stage], int]:
     """([stage that a ring over mesh axes runs around], number of the axes' stages that it is merged from).
 
