@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..iterables import grouped
-from .halo import edge_coloring
+from .halo import cheapest_permutes
 from .local import LocalOp
 from .registry import register
 from .rule import NameLink, OpRule, exchange_kind
@@ -200,9 +200,7 @@ def exchange(size: int, shards: int, runs: Runs) -> Exchange:
     table, block = table_of(runs).reshape(shards, -1), size // shards
     taken_by = [(target, e) for target, row in enumerate(table) for e in np.unique(row[row >= 0]).tolist()]
     need = grouped(((e // block, target), e % block) for target, e in taken_by if e // block != target)
-    by_distance = [[e for e in sorted(need) if (e[0] - e[1]) % shards == k] for k in range(1, shards)]
-    choices = [[pairs for pairs in by_distance if pairs], edge_coloring(sorted(need))]
-    chosen = min(choices, key=lambda rounds: sum(max(len(need[e]) for e in pairs) for pairs in rounds))
+    chosen = cheapest_permutes({e: len(elements) for e, elements in need.items()}, lambda e: (e[0] - e[1]) % shards)
     rounds = tuple(_round(edges, need, shards) for edges in chosen)
     if rounds and sum(r.length for r in rounds) >= (shards - 1) * block:
         return Exchange((), tuple(map(tuple, table.tolist())), True)
