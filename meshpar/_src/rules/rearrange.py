@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,8 +268,10 @@ def rearranged(eqn, ins, outs) -> OpRule:
     if kind == "permutation":
         r.sharded_like.append((source, made))
 
-    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
-        by = exchange(ins[0][dim], shard_counts[source], runs)
+    def sends(
+        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> list[Send]:
+        by = exchange(ins[0][dim], math.prod(sizes[a] for a in axes[source]), runs)
         lengths = None if by.gather else [step.length for step in by.rounds]
         return exchange_sends(shapes[0], dim, source, eqn.invars[0].aval.dtype, lengths, "elements of other shards")
 
