@@ -310,7 +310,7 @@ def test_where_it_begins(mesh):
     assert lab_program.lab(mesh=None, layout=None).session.start.mesh == "data=16"
     assert lab_program.lab(mesh=None, layout=None).session.start.layout == "batch?: data; embed?: data"
     assert lab_program.lab(mesh=mesh, topology=None).session.start.mesh == "data=4, model=2"
-    with pytest.raises(MeshError, match="neither a mesh nor a topology is given"):
+    with pytest.raises(MeshError, match="no mesh is given, and none is set"):
         lab_program.lab(mesh=None, topology=None)
     with pytest.raises(UnsupportedError):
         mp.lab("no function", topology="v5e:4x4")
