@@ -440,8 +440,8 @@ def _input_finder(inputs: list[Leaf], dims: list[Dims | None]) -> Callable[[Leaf
 def annotations_of(leaves: list[Leaf], patterns: PathDims | None, used: set[str]) -> list[Dims | None]:
     """The dims of each leaf: of the first pattern that matches, else of its metadata; None without either.
 
-    Optimizer state can be in the Flax box of its parameter, or match its pattern, and have as many dims but another shape:
-    PowerSGD's factor [columns, rank] of a matrix [rows, columns]. It has the dims that its sizes identify, else None.
+    Optimizer state in the Flax box of its parameter, or with its pattern, has the dims of the parameter that its sizes identify,
+    else None: the factored moments of Adafactor and SM3, PowerSGD's factor [columns, rank] of a matrix [rows, columns].
 
     Args:
       patterns: None: metadata only.
@@ -451,18 +451,21 @@ def annotations_of(leaves: list[Leaf], patterns: PathDims | None, used: set[str]
       RankError: a pattern names more or fewer dims than an array has.
     """
     out = [leaf.dims for leaf in leaves]
-    if patterns is not None:
-        for k in sorted(range(len(leaves)), key=lambda k: leaves[k].kind == "opt"):  # an error is about the parameter
-            out[k] = annotation_of(leaves[k], patterns, used, leaves)
+    states = [k for k, leaf in enumerate(leaves) if leaf.kind == "opt"]
+    for k, leaf in enumerate(leaves):
+        if leaf.kind != "opt" and patterns is not None:
+            out[k] = annotation_of(leaf, patterns, used, leaves)
     parameter_of = _parameter_finder((leaf, dims) for leaf, dims in zip(leaves, out, strict=True) if leaf.kind != "opt")
-    for k, (leaf, dims) in enumerate(zip(leaves, out, strict=True)):
-        if leaf.kind == "opt" and dims and (match := parameter_of(leaf)) is not None:
-            param, names = match
-            shape, param_shape = np.shape(leaf.value), np.shape(param.value)
-            if shape != param_shape and dims == tuple(
-                None if n == 1 else d for d, n in zip(names, shape, strict=False)
-            ):
-                out[k] = _dims_like(shape, param_shape, names, leaf.path)
+    for k in states:  # after the parameters: an error is about these
+        leaf, match = leaves[k], patterns and patterns.match(leaves[k].path)
+        names, shape = match[1] if match else leaf.dims, np.shape(leaf.value)
+        param, dims = (parameter_of(leaf) if names else None) or (None, ())
+        sized = tuple(None if n == 1 else d for d, n in zip(dims, shape, strict=False))
+        if param is not None and names in (dims, sized):
+            used.update(match[:1] if match else ())
+            out[k] = _dims_like(shape, np.shape(param.value), dims, leaf.path)
+        elif patterns is not None:
+            out[k] = annotation_of(leaf, patterns, used, leaves)
     return out
 
 
@@ -488,6 +491,8 @@ def _parameter_finder(pairs: Iterable[tuple[Leaf, Dims | None]]) -> Callable[[Le
 
     def find(state: Leaf) -> tuple[Leaf, Dims] | None:
         end = state.path.split("/")[::-1]
+        if end[0] not in by_end and end[0].isdigit():  # SM3 has `kernel/0` and `kernel/1` for `kernel`
+            end = end[1:]
         return max(by_end.get(end[0], ()), key=lambda match: _common_end(end, match[0].path), default=None)
 
     return find
@@ -530,9 +535,6 @@ _ADAFACTOR_DROPS = {"v_row": -1, "v_col": -2}
 def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequence[Leaf] = ()) -> Dims | None:
     """The dims that the first matching pattern gives a leaf, else the dims of its metadata.
 
-    A pattern that matches a parameter and its optimizer state names the dims of the parameter. State of another shape (the factored
-    moments of Adafactor and SM3) has the dims that its sizes identify; None, for the inference, if they identify no dim.
-
     Args:
       used: the pattern is added to it.
       leaves: all leaves; an error suggests a pattern that matches only leaves of the right rank.
@@ -546,34 +548,12 @@ def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequen
     pattern, dims = match
     used.add(pattern)
     shape, fixes = np.shape(leaf.value), []
-    if leaf.kind == "opt" and ... not in dims and (len(shape) != len(dims) or 1 in shape):
-        param = _parameter_of(leaf, pattern, len(dims), leaves)
-        if param is not None:
-            return _dims_like(shape, np.shape(param.value), cast(Dims, tuple(dims)), leaf.path)
     if len(shape) != len(dims) and (narrower := _narrower(pattern, dims, leaves)) is not None:
         fixes.append(f'match only arrays with {len(dims)} dims: {{"{narrower}": "{format_dims(dims)}"}}')
     fitted = fit_dims(dims, shape, path=leaf.path, origin=f"the pattern {pattern!r}", fixes=fixes)
     if leaf.path.endswith(".scales"):  # of a quantized array: size 1 where elements have a common scale
         return tuple(None if n == 1 else d for n, d in zip(shape, fitted, strict=True))
     return fitted
-
-
-def _parameter_of(state: Leaf, pattern: str, rank: int, leaves: Sequence[Leaf]) -> Leaf | None:
-    """The parameter of an array of optimizer state: of the arrays of a rank that a pattern matches, the one with the longest common
-    end of the path. SM3 has ``kernel/0`` and ``kernel/1`` for ``kernel``. None: the pattern matches no such parameter."""
-    end = state.path.split("/")[::-1]
-    for last in (end, end[1:]) if end[0].isdigit() else (end,):
-        params = [
-            x
-            for x in leaves
-            if x.kind != "opt"
-            and np.ndim(x.value) == rank
-            and x.path.rpartition("/")[2] == last[0]
-            and path_matches(pattern, x.path)
-        ]
-        if params:
-            return max(params, key=lambda x: _common_end(last, x.path))
-    return None
 
 
 def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str | None:
