@@ -130,8 +130,8 @@ class Session:
         self._layouts, self._compile = dict(layouts), compile
         self._turns = Turns()
         self._plan = functools.lru_cache(MAX_CACHED)(self._replanned)
-        self._of_sizes = functools.lru_cache(MAX_SIZES)(self._resized)
-        self._of_names = functools.lru_cache(MAX_SIZES)(self._renamed)
+        self._sized = functools.lru_cache(MAX_SIZES)(self._resized)
+        self._named = functools.lru_cache(MAX_SIZES)(self._renamed)
         self._jobs: dict[int, Job] = {}
         self._jobs_lock, self._numbers = threading.Lock(), itertools.count(1)  # pages ask from several threads
         self._answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -175,7 +175,7 @@ class Session:
                     sizes[dim].append(n)
         return {
             "title": self.title,
-            "lowering": self.base.requested_lowering,
+            "lowering": self.base.request.lowering,
             "lowerings": ["auto", *LOWERINGS],
             "sizes": dict(self.sizes),
             "chooses": self.chooses,
@@ -245,15 +245,16 @@ class Session:
             )
 
     def _of(self, draft: Draft) -> Session:
-        """The session of the program with the sizes and names of a draft.
+        """The session of the program with the sizes and names of a draft. :attr:`_sized` and :attr:`_named` are :meth:`_resized`
+        and :meth:`_renamed`, with a cache.
 
         Raises:
-          MeshparError: as :meth:`_sized` and :meth:`_named`.
+          MeshparError: as these.
         """
         return self._sized(draft.sizes)._named(draft.names)
 
-    def _named(self, names: str) -> Session:
-        """The session of the program with other names for inferred ones: this one, or a cached one that :attr:`renamed` makes.
+    def _renamed(self, names: str) -> Session:
+        """The session of the program with other names for inferred ones: this one, or the one that :attr:`renamed` makes.
 
         Raises:
           MeshparError: a text that is not a name, or a name that an array has already.
@@ -265,10 +266,6 @@ class Session:
                 f"`{names}`: the dims of this target have names of their own, which the lab does not change",
                 fixes=["change them in the target's dims=, metadata or names="],
             )
-        return self._of_names(names)
-
-    def _renamed(self, names: str) -> Session:
-        assert self.renamed is not None
         new = parse_names(names)
         if unknown := new.keys() - {dim for dims in self.patterns.values() for dim in dims.split()}:
             raise TargetError(
@@ -279,23 +276,18 @@ class Session:
         session.patterns = patterns
         return session
 
-    def _sized(self, sizes: str) -> Session:
-        """The session of the program with these sizes: this one, or a cached one that :attr:`resized` makes.
+    def _resized(self, sizes: str) -> Session:
+        """The session of the program with these sizes: this one, or the one that :attr:`resized` makes.
 
         Raises:
           MeshparError: the text is no list of sizes, or the target fails with them.
         """
         changed = {name: n for name, n in _parse_sizes(sizes).items() if self.sizes.get(name) != n}
-        unknown = ", ".join(sorted(changed.keys() - self.sizes.keys()))
-        if unknown:
+        if unknown := ", ".join(sorted(changed.keys() - self.sizes.keys())):
             raise TargetError(
                 f"`{unknown}` is no size of this target", fixes=[f"its sizes are {', '.join(self.sizes) or '(none)'}"]
             )
-        return self._of_sizes(tuple(sorted(changed.items()))) if changed else self
-
-    def _resized(self, changed: tuple[tuple[str, int], ...]) -> Session:
-        assert self.resized is not None
-        return self.resized(dict(changed))
+        return self if self.resized is None or not changed else self.resized(changed)
 
     def _view(
         self, plan: Plan, pinned: Sequence[Plan], rows: Sequence[_Row], patterns: Mapping[str, str]
@@ -396,7 +388,7 @@ class Session:
         def run(job: Job) -> list[dict[str, Any]]:
             """Search for at most ``SEARCH_SECONDS``; returns the candidates as rows, the best first."""
             base, layouts = self._of(where).base, self._layouts.values()
-            if base.chip is None or base.topology != topology or lowering not in ("", base.requested_lowering):
+            if base.chip is None or base.topology != topology or lowering not in ("", base.request.lowering):
                 mesh = _place("data=-1", topology)
                 with quiet():
                     base = base.replan(layout="", mesh=mesh, topology=topology, lowering=lowering or None)
