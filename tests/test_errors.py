@@ -390,16 +390,6 @@ OTHERS = [  # (class, call, texts of the error)
         ["w: dim `embed` of size 10 does not", "(it leaves 2)", "make `embed` 8 or 12: the nearest multiples of 4"],
     ),
     (
-        E.DivisibilityError,
-        mp.init(lambda: jnp.ones((16, 30)), mesh="data=4", layout="mlp: data", dims={"": "embed mlp"}).plan,
-        ["dim `mlp` of size 30 does not divide over data=4 (it leaves 2)"],
-    ),
-    (
-        E.PatternError,
-        lambda: plan("batch: data", dims=DIMS | {"*/kernel": "embed mlp"}),
-        ["the dims= pattern '*/kernel' matches no tensor", "paths are: ", "params/down", "params/up", "x"],
-    ),
-    (
         E.LayoutSyntaxError,
         lambda: jax.eval_shape(lambda x: mp.named(x, "a a"), shape(2, 2)),
         ["mp.named dims 'a a': the dim `a` stands twice in one value"],
