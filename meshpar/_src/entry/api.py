@@ -634,7 +634,7 @@ def _layout_and_mesh(fn: Callable[..., Any], layout: Any, mesh: Meshes, api: str
 
 
 def _layout_of(fn: Callable[..., Any], layout: LayoutLike | None, api: str) -> Layout:
-    """The layout that is given, or that of a ``Jitted``.
+    """The given layout, or the layout of a ``Jitted``.
 
     Raises:
       UnsupportedError: neither.

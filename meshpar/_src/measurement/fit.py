@@ -71,7 +71,7 @@ def fit(
     found = least_squares(
         lambda x: np.concatenate([log_seconds(x) - target, regularization * (x - scaled)]),
         scaled,
-        lambda x: np.concatenate([sensitivities(x), regularization * np.eye(3)]),
+        lambda x: np.concatenate([sensitivities(x), regularization * np.eye(3)]),  # type: ignore[arg-type]
         bounds=(low, high),
         method="dogbox",  # its solutions may be at a bound
         loss="huber",
