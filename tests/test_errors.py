@@ -327,14 +327,6 @@ def test_an_error_of_the_program_names_its_line(kind, fn, says):
     assert [part for part in [*says, line] if part not in error] == []
 
 
-def test_an_abstract_mesh_plans_but_does_not_run():
-    step = mp.jit(loss, mesh=ABSTRACT, layout="batch: data", dims=DIMS)
-    params, x = arguments()
-    assert step.plan(params, x).collectives
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape), (params, x))
-    assert "an abstract mesh has no devices to run on" in text(mp.errors.MeshError, step, *zeros)
-
-
 # -- what is no array, no mesh, no layout
 
 

@@ -68,17 +68,6 @@ def test_a_rule_list_resolves_by_cost_and_text_by_order():
         Layout("batch: data", resolve="best")  # type: ignore[arg-type]
 
 
-def test_layouts_are_values():
-    one, two = Layout("batch: data; embed: model"), Layout("batch:data\nembed:model")
-    assert one == two
-    assert hash(one) == hash(two)
-    assert len({one, two}) == 1
-    assert one != Layout("embed: model; batch: data")  # the order is part of it
-    assert one != Layout(one, resolve="cost")
-    assert one != "batch: data; embed: model"
-    assert eval(repr(one), {"Layout": Layout}) == one
-
-
 def test_scopes():
     layout = Layout('opt.embed: data; "*/embedding".vocab: model; vocab: data')
     assert layout.spec("embed") == P()

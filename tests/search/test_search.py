@@ -258,22 +258,6 @@ def test_weights_and_optimizer_state_have_rules_of_their_own():
     assert scopes == {None: {"batch", "seq", "embed", "mlp"}, "opt": {"embed", "mlp"}, "params": {"embed"}}
 
 
-def test_schemes_for_experts_are_tried_for_programs_with_experts():
-    def schemes(dims):
-        plan = mp.plan(lambda x, w: x @ w, weight(64, 32), weight(32, 64), mesh="data=8", layout="", dims=dims)
-        space = space_of(plan)
-        return {
-            name for sizes in ([4, 2], [2, 2, 2]) for name, _ in space.presets(tuple(zip("dmt", sizes, strict=False)))
-        }
-
-    dense = schemes({"x": "batch embed", "w": "embed mlp"})
-    assert {"sequence_parallel", "fsdp_megatron"} <= dense
-    assert not any(name.startswith("expert") for name in dense)
-    for dim in ("expert", "experts"):
-        of_experts = schemes({"x": "batch embed", "w": f"embed {dim}"})
-        assert of_experts - dense == {"expert_parallel", "expert_megatron", "expert_tensor"}
-
-
 def test_a_scheme_without_its_dims_has_no_name():
     """A program without `seq` cannot be context parallel."""
     args, dims = (weight(64, 4096), weight(4096, 4096)), {"x": "batch embed", "w": "embed mlp"}
