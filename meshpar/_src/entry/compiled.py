@@ -191,17 +191,16 @@ def arrivals(plan: Plan, arrays: Sequence[Any], shardings: Sequence[NamedShardin
 def _received(current: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> int:
     """The largest number of elements of an array that a device lacks under its current sharding and has under another one."""
 
-    def ranges(of: Any) -> dict[Any, list[range]]:
-        indices = of.devices_indices_map(shape).items()
-        return {d: [range(*i.indices(n)) for i, n in zip(index, shape, strict=True)] for d, index in indices}
+    def box(index: tuple[slice, ...]) -> list[range]:
+        return [range(*i.indices(n)) for i, n in zip(index, shape, strict=True)]
 
-    has, most = ranges(current), 0
-    for device, needed in ranges(sharding).items():
-        own = [
-            len(range(max(a.start, b.start), min(a.stop, b.stop)))
-            for a, b in zip(needed, has.get(device, [range(0)] * len(shape)), strict=True)
-        ]
-        most = max(most, math.prod(map(len, needed)) - math.prod(own) * (device in has))
+    has, most = current.devices_indices_map(shape), 0
+    for device, index in sharding.devices_indices_map(shape).items():
+        needed, own = box(index), 0
+        if device in has:
+            pairs = zip(needed, box(has[device]), strict=True)
+            own = math.prod(len(range(max(a.start, b.start), min(a.stop, b.stop))) for a, b in pairs)
+        most = max(most, math.prod(map(len, needed)) - own)
     return most
 
 

@@ -17,6 +17,8 @@ MIN_STEP = 1e-4
 """Change of the log efficiencies, relative to their norm, below which the fit ends."""
 DERIVATIVE_STEP = 0.02
 """Change of a log efficiency for numerical derivatives; planned seconds are not smooth where decisions of a plan change."""
+MIN_SHARE = 0.3
+"""Length of the part of an efficiency's axis in the directions that layouts do not determine, above which it is not determined."""
 HUBER = 0.1
 """Log error from which a layout's loss grows linearly instead of quadratically."""
 
@@ -95,23 +97,19 @@ def _undetermined(sensitivities: np.ndarray, threshold: float) -> list[str]:
       sensitivities: [layouts, 3]: d log seconds / d log efficiency.
       threshold: norm of a column, or singular value, below which an efficiency is not determined.
     """
-    flat = [k for k in range(3) if float(np.linalg.norm(sensitivities[:, k])) < threshold]
-    steep = [k for k in range(3) if k not in flat]
-    mixed: list[int] = []
-    if steep:
-        _, sizes, directions = np.linalg.svd(sensitivities[:, steep], full_matrices=True)
-        sizes = np.concatenate([sizes, np.zeros(len(steep) - len(sizes))])
-        mixed = [
-            k
-            for j, k in enumerate(steep)
-            if any(s < threshold and abs(d[j]) > 0.3 for s, d in zip(sizes, directions, strict=True))
-        ]
-    if len(mixed) == 1:
-        flat, mixed = sorted([*flat, *mixed]), []
-    notes = [f"{PARTS[k]} hardly affect these layouts: their efficiency is scaled with the others" for k in flat]
-    if mixed:
-        names = " and ".join(PARTS[k] for k in mixed)
+    _, sizes, directions = np.linalg.svd(sensitivities)
+    low = directions[
+        np.pad(sizes, (0, 3 - len(sizes))) < threshold
+    ]  # changes of all three that hardly change the seconds
+    flat = np.linalg.norm(sensitivities, axis=0) < threshold
+    mixed = (np.linalg.norm(low, axis=0) > MIN_SHARE) & ~flat
+    if mixed.sum() == 1:
+        flat, mixed = flat | mixed, np.zeros(3, bool)
+    names = np.array(PARTS)
+    notes = [f"{name} hardly affect these layouts: their efficiency is scaled with the others" for name in names[flat]]
+    if mixed.any():
         notes.append(
-            f"these layouts do not distinguish {names}: their efficiencies are scaled together; measure layouts that differ more"
+            f"these layouts do not distinguish {' and '.join(names[mixed])}: their efficiencies are scaled together; measure "
+            "layouts that differ more"
         )
     return notes
