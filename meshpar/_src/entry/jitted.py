@@ -540,15 +540,15 @@ class Jitted(Generic[P, R]):
            (:mod:`passes`);
         3. *lower*: the steps become a function of arrays, which ``jax.jit`` compiles (:mod:`lower`).
         """
-        compiled = self._caches.compiled.get(call.key)
-        if compiled is None:
-            with without_gc(cached=True):
-                traced = self._trace(call)
-                plan = self._plan(call)
-                flat, mesh, names_off = self._flat(call), with_devices(self.mesh), self._no_names(traced.explicit)
-                compiled = lower_step(plan, traced, flat, mesh, self._options, names_off, self._lower_derivative)
-            self._caches.compiled.put(call.key, compiled)
-        return compiled
+
+        @without_gc(cached=True)
+        def compiled() -> CompiledStep:
+            traced = self._trace(call)
+            plan = self._plan(call)
+            flat, mesh, names_off = self._flat(call), with_devices(self.mesh), self._no_names(traced.explicit)
+            return lower_step(plan, traced, flat, mesh, self._options, names_off, self._lower_derivative)
+
+        return self._caches.compiled.setdefault(call.key, compiled)
 
     def _lower_derivative(self, fn: Callable[..., list[Any]], names: Sequence[Dims]) -> Callable[..., list[Any]]:
         """A derivative of the function, which takes flat arrays with these dims, under the same mesh and layout."""

@@ -26,10 +26,11 @@ from ..compat.jax import (
 )
 from ..dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, path_matches
 from ..flax import Leaf, capture_names, flatten_named, with_states
+from ..iterables import grouped
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
 from ..program.guessed_names import inferred_dims
-from ..program.ir import Join
+from ..program.ir import Join, Value
 from ..program.patterns import patterns_of
 from ..program.primitives import rename_dims_p
 from ..program.roles import name_parameters
@@ -258,32 +259,25 @@ def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
 
     def origin(name: str, before: str) -> tuple[str, str]:
         """(the text of the origin, what identifies it in every program of a model: its pattern, or the end of its path)."""
-        arrays = [
-            (v.path, v.kind, names <= program.unifier.names_now(v.nodes[v.annotation.index(name)]))
-            for v in (*program.inputs, *program.outputs)
-            if v.annotation and name in v.annotation and v.path
-        ]
+        values = [v for v in (*program.inputs, *program.outputs) if v.annotation and name in v.annotation and v.path]
         reported = before.partition(" names it ")[0].split("/")[::-1]
 
-        def preference(array: tuple[str, str | None, bool]) -> tuple[bool, bool, int, int]:
+        def preference(v: Value) -> tuple[bool, bool, int, int]:
             """Smaller for the array to report: one of the joined class, no optimizer state, with the longest common end of the
             path."""
-            path, kind, is_joined = array
-            return not is_joined, kind == "opt", -_common_end(reported, path), ("params", None, "opt").index(kind)
+            is_joined = names <= program.unifier.names_now(v.nodes[v.annotation.index(name)])
+            return not is_joined, v.kind == "opt", -_common_end(reported, v.path), ("params", None, "opt").index(v.kind)
 
-        if not arrays or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
+        if not values or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
             return before, before
-        path = min(arrays, key=preference)[0]
+        path = min(values, key=preference).path
         match = patterns.match(path)
         if match is None or match[0] == path:
             return f"{path} names it `{name}`", "/".join(path.split("/")[-2:])
         return f'"{match[0]}": "{format_dims(match[1])}" names it `{name}` in {path}', match[0]
 
-    (first, first_key), (second, second_key) = (
-        origin(join.first, join.first_origin),
-        origin(join.second, join.second_origin),
-    )
-    return replace(join, first_origin=first, second_origin=second, keys=(first_key, second_key))
+    texts, keys = zip(origin(join.first, join.first_origin), origin(join.second, join.second_origin), strict=True)
+    return replace(join, first_origin=texts[0], second_origin=texts[1], keys=keys)
 
 
 def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -> Any:
@@ -422,9 +416,7 @@ def _input_finder(inputs: list[Leaf], dims: list[Dims | None]) -> Callable[[Leaf
     """A function from a result to (input, its dims) of the same shape whose path is equal up to the first component: for
     ``0/params/w`` of a returned state, ``state/params/w`` of the argument. None: no input matches, or several."""
     exact = {leaf.path: (leaf, names) for leaf, names in zip(inputs, dims, strict=True)}
-    tails: dict[str, list[str]] = {}
-    for path in exact:
-        tails.setdefault(path.partition("/")[2], []).append(path)
+    tails = grouped((path.partition("/")[2], path) for path in exact)
 
     def find(result: Leaf) -> tuple[Leaf, Dims | None] | None:
         """(input, its dims) for a result, or None."""
@@ -484,10 +476,7 @@ def _name_optimizer_state(leaves: list[Leaf], annotations: list[Dims | None]) ->
 def _parameter_finder(pairs: Iterable[tuple[Leaf, Dims | None]]) -> Callable[[Leaf], tuple[Leaf, Dims] | None]:
     """A function from an array of optimizer state to (its parameter, the parameter's dims): of ``pairs``, the one with dims and the
     longest common end of the path. None: none has the array's last path component."""
-    by_end: dict[str, list[tuple[Leaf, Dims]]] = {}
-    for leaf, dims in pairs:
-        if dims:
-            by_end.setdefault(leaf.path.rsplit("/", 1)[-1], []).append((leaf, dims))
+    by_end = grouped((leaf.path.rsplit("/", 1)[-1], (leaf, dims)) for leaf, dims in pairs if dims)
 
     def find(state: Leaf) -> tuple[Leaf, Dims] | None:
         end = state.path.split("/")[::-1]

@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import MeshError, MeshparError, TargetError
 from ..dims import parse_names, parse_pairs
 from ..hardware.topology import device_count, parse_topology
+from ..iterables import grouped
 from ..layout import BETWEEN_SLICES, Layout, characteristic_dims
 from ..layouts import PRESETS
 from ..lower import LOWERINGS
@@ -168,18 +169,16 @@ class Session:
     def _open(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Reply to ``open``, as JSON data: title, the first draft, the program's dims with their sizes, and the time
         limit of a search."""
-        sizes: dict[str, list[int]] = {}
-        for value in self.base.program.inputs:
-            for dim, n in zip(self.base.program.dims(value), value.shape, strict=True):
-                if dim is not None and n not in sizes.setdefault(dim, []):
-                    sizes[dim].append(n)
+        program = self.base.program
+        pairs = (pair for v in program.inputs for pair in zip(program.dims(v), v.shape, strict=True))
+        sizes = grouped(dict.fromkeys((dim, n) for dim, n in pairs if dim is not None))
         return {
             "title": self.title,
             "lowering": self.base.request.lowering,
             "lowerings": ["auto", *LOWERINGS],
             "sizes": dict(self.sizes),
             "chooses": self.chooses,
-            "names": [[cell.text for cell in row] for row in names_table(self.base.program.traced).rows],
+            "names": [[cell.text for cell in row] for row in names_table(program.traced).rows],
             "mesh": self.start.mesh,
             "topology": self.start.topology,
             "layout": self.start.layout,
@@ -350,9 +349,7 @@ class Session:
         for name, text in {**self._layouts, **{n: str(p()) for n, p in PRESETS.items()}}.items():
             layout = Layout(text)
             axes = _axes(layout)
-            asks: dict[tuple[str, ...], list[str]] = {}
-            for rule in layout.rules:
-                asks.setdefault(rule.axes, []).append(rule.dim)
+            asks = grouped((rule.axes, rule.dim) for rule in layout.rules)
             lacks = any(names.isdisjoint(dims) for dims in (*asks.values(), characteristic_dims(layout)))
             if lacks or (slices == 1 and BETWEEN_SLICES in axes):
                 continue  # a scheme whose dims the model lacks, such as experts, or for several slices
