@@ -26,8 +26,8 @@ class Terminal(io.StringIO):
         return [line.plain for text in texts for line in AnsiDecoder().decode(text)]
 
 
-@pytest.fixture
-def terminal(monkeypatch):
+def in_terminal(monkeypatch):
+    """The terminal that stderr is; no fixture, as pytest replaces stderr after these."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -65,7 +65,8 @@ def test_a_callback_gets_each_text():
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_a_terminal_has_one_line_with_the_elapsed_time(terminal, monkeypatch, width):
+def test_a_terminal_has_one_line_with_the_elapsed_time(monkeypatch, width):
+    terminal = in_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", str(width))
     with progress_line("searching v5e:16x16", "auto") as say:
         say("plan 7, 286 ms: data=16, [model]=8: " + "a long layout; " * 20 + "\nsecond line")
@@ -78,7 +79,8 @@ def test_a_terminal_has_one_line_with_the_elapsed_time(terminal, monkeypatch, wi
     assert not any("second line" in line for line in lines)
 
 
-def test_a_terminal_has_a_bar_with_the_results_of_a_counted_activity(terminal):
+def test_a_terminal_has_a_bar_with_the_results_of_a_counted_activity(monkeypatch):
+    terminal = in_terminal(monkeypatch)
     with progress_line("checking", "auto") as say:
         say("planning")
         say(Counted("run 2 of 6, planning", 1, 6, ["✓  data=8  batch: data"]))
