@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -318,13 +319,10 @@ class Search(Document):
             topology, times = str(Topology(slices, kind, shape)), count // math.prod(chips)
             for axis in sizes:
                 mesh = mesh_text({a: n * times if a == axis else n for a, n in sizes.items()})
-                try:
-                    with quiet():
-                        plan = self._base_of(self.best).replan(layout=self.best.layout, mesh=mesh, topology=topology)
-                except MeshparError:
-                    continue
-                if plan.memory.peak <= self.usable:
-                    return topology, mesh
+                with quiet(), contextlib.suppress(MeshparError):
+                    plan = self._base_of(self.best).replan(layout=self.best.layout, mesh=mesh, topology=topology)
+                    if plan.memory.peak <= self.usable:
+                        return topology, mesh
         return None
 
     def _unnamed_batch(self) -> str:
