@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from ..global_arrays import is_key
 from ..hardware.chips import Chip
 from ..hardware.collective_ops import collective_volume
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Places, Stage, torus_of
-from ..plan.collectives import Collective, stage_bytes_sent
+from ..plan.collectives import Collective, CollectiveOp
 from ..plan.spec import itemsize_of, local_shape
 from .route import Operand, Route, joint_elements, spec_of
 
@@ -27,7 +30,7 @@ LINKS = {"slice": "DCN", "switch": "NVLink", "core": "chip", "": "links"}
 """Dim of a torus stage → the kind of its links in reports; all others are ICI."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MovedArray:
     """An array of the target, and how it is made.
 
@@ -40,10 +43,9 @@ class MovedArray:
       operands: the arrays of the source.
       sharding: after the move.
       route: how it moves; None: ``jax.device_put`` copies it from host memory, or it is a random key.
+      chip: of its devices; None: not known.
       chunks: (number of a part of its dims, number of chunks along it that are moved sequentially); (0, 1): all at once.
       in_place: a donated array is replaced chunk by chunk.
-      collectives: what a device sends.
-      links: kind of link → bytes that a device sends over it: ``ICI``, ``NVLink``, ``DCN``, ``host``, ``links`` if not known.
     """
 
     path: str
@@ -55,10 +57,9 @@ class MovedArray:
     operands: tuple[Operand, ...]
     sharding: NamedSharding
     route: Route | None
-    chunks: tuple[int, int]
-    in_place: bool
-    collectives: tuple[Collective, ...]
-    links: dict[str, float]
+    chip: Chip | None
+    chunks: tuple[int, int] = (0, 1)
+    in_place: bool = False
 
     @property
     def wire(self) -> float:
@@ -87,9 +88,66 @@ class MovedArray:
             return (2 * self.wire * max(math.prod(r.shape) for r in self.route.rounds) + chunk) / self.chunks[1]
         return 2 * max(self.before, self.after) / self.chunks[1] if self.route.joints else 0.0
 
+    @cached_property
+    def traffic(self) -> list[tuple[Collective, dict[str, float]]]:
+        """(a collective, kind of link → bytes that a device sends over it in all its runs, at most)."""
+        if self.route is None:
+            return []
+        return list((_permutes if self.route.rounds else _exchanges)(self, self.route))
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """What a device sends."""
+        return tuple(c for c, _ in self.traffic)
+
+    @property
+    def links(self) -> dict[str, float]:
+        """Kind of link → bytes that a device sends over it: ``ICI``, ``NVLink``, ``DCN``, ``host``, ``links`` if not known."""
+        if self.route is None and not is_key(self):
+            return {"host": self.after}
+        return sum_by_key(links for _, links in self.traffic)
+
+    def collective(
+        self, op: CollectiveOp, axes: tuple[str, ...], n: float, calls: int, seconds: float | None
+    ) -> Collective:
+        """The record of a collective that runs ``calls`` times; each sends ``n`` bytes and takes ``seconds``."""
+        names = self.dims.split(" → ")
+        before, after = _rules(names[0], self.operands[0].sharding), _rules(names[-1], self.sharding)
+        sent = self.old_dtype if itemsize_of(self.old_dtype) == self.wire else self.dtype
+        cause = f"{before} before, {after} after"
+        return Collective(op, axes, self.path, self.dims, self.shape, str(sent), n, calls, cause, seconds=seconds)
+
+    def chunked(self, donate: bool, most: float) -> MovedArray:
+        """The array in chunks of at most ``most`` bytes, as far as its first dim allows; a donated one in place where it can be."""
+        if self.route is None:
+            return self
+        size, same = max(self.before, self.after), self.before == self.after and self.old_dtype == self.dtype
+        if self.route.parts is not None and not self.route.joints:  # it stays as it is
+            return replace(self, in_place=donate and same)
+        if size <= most:
+            return self
+        at, count = chunks_of(self.route, self.shape, most, size)
+        return replace(self, chunks=(at, count), in_place=donate and count > 1 and same and self.route.replaces(at))
+
+
+def sum_by_key(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Key → the sum of its values in some tables."""
+    total: Counter[str] = Counter()
+    for table in tables:
+        total.update(table)
+    return dict(total)
+
 
 def _elements(sharding: NamedSharding, shape: Sequence[int]) -> int:
     return math.prod(local_shape(shape, spec_of(sharding, len(shape)), dict(sharding.mesh.shape)))
+
+
+def _rules(dims: str, sharding: NamedSharding) -> str:
+    """The sharding of an array as rules, of the dims that are sharded."""
+    names = dims.split()
+    axes = spec_of(sharding, len(names)) if len(names) >= len(sharding.spec) else ()
+    rules = "; ".join(f"{name}: {'+'.join(of)}" for name, of in zip(names, axes, strict=False) if of)
+    return f"`{rules}`" if rules else f"`{sharding.spec}`" if any(sharding.spec) else "replicated"
 
 
 def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> tuple[int, int]:
@@ -112,62 +170,36 @@ def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> t
 # -- traffic
 
 
-def collectives_of(
-    route: Route, operands: Sequence[Operand], path: str, dims: str, shape: tuple[int, ...], dtype: Any, wire: float,
-    chunks: int, cause: str, chip: Chip | None,
-) -> tuple[tuple[Collective, ...], dict[str, float]]:  # fmt: skip
-    """(the records of the collectives of a route, kind of link → bytes that a device sends at most).
-
-    Args:
-      wire: bytes of an element that is sent; dtype: its name.
-      chunks: every collective runs once for each.
-    """
-    if route.rounds:
-        return _permutes(route, path, dims, shape, dtype, wire, chunks, cause, chip)
+def _exchanges(array: MovedArray, route: Route) -> Iterator[tuple[Collective, dict[str, float]]]:
+    """The traffic of an array that moves by one all-to-all and one all-gather."""
     assert route.parts is not None
     assert route.mesh is not None
-    torus = torus_of(program_mesh(route)) if isinstance(operands[0].sharding.mesh, Mesh) else {}
+    chunks, chip = array.chunks[1], array.chip
+    torus = torus_of(program_mesh(route)) if isinstance(array.sharding.mesh, Mesh) else {}
     of = {name: axis for axis, names in route.mesh.source.items() for name in names}
-    records, links = [], dict[str, float]()
-    steps = zip(route.joints, joint_elements(shape, route.mesh, route.parts, route.joints), strict=True)
+    steps = zip(route.joints, joint_elements(array.shape, route.mesh, route.parts, route.joints), strict=True)
     for joint, (_, sent) in steps:
         if joint.op == "slice":
             continue
         stages = [s for a in joint.axes for s in torus.get(a, (Stage(route.mesh.sizes[a]),))]
-        n, group = sent * wire / chunks, math.prod(s.size for s in stages)
+        n, group = sent * array.wire / chunks, math.prod(s.size for s in stages)
         seconds = None if chip is None else seconds_of(joint.op, collective_volume(joint.op, n, group), stages, chip)
-        axes = tuple(dict.fromkeys(of[a] for a in joint.axes))
-        c = Collective(joint.op, axes, path, dims, shape, dtype, n, chunks, cause, seconds=seconds)
-        records.append(c)
-        for stage, of_stage in stage_bytes_sent(
-            Collective(joint.op, ("",), "", "", (), "", n, 1, ""), {"": tuple(stages)}
-        ):
-            kind = LINKS.get(stage.dim, "ICI")
-            links[kind] = links.get(kind, 0.0) + of_stage * chunks
-    return tuple(records), links
+        c = array.collective(joint.op, tuple(dict.fromkeys(of[a] for a in joint.axes)), n, chunks, seconds)
+        sends = c.entry.stage_bytes(joint.op, n, [s for s in stages if s.size > 1])
+        yield c, sum_by_key({LINKS.get(stage.dim, "ICI"): each * chunks} for stage, each in sends)
 
 
-def _permutes(
-    route: Route,
-    path: str,
-    dims: str,
-    shape: tuple[int, ...],
-    dtype: Any,
-    wire: float,
-    chunks: int,
-    cause: str,
-    chip: Chip | None,
-) -> tuple[tuple[Collective, ...], dict[str, float]]:
-    """As :func:`collectives_of`, of a route in rounds of permutes."""
-    sending = [r for r in route.rounds if any(s != t for s, t in r.pairs)]
+def _permutes(array: MovedArray, route: Route) -> Iterator[tuple[Collective, dict[str, float]]]:
+    """The traffic of an array that moves in rounds of permutes."""
+    sending, chip = [r for r in route.rounds if any(s != t for s, t in r.pairs)], array.chip
     if not sending:
-        return (), {}
+        return
     has_places = chip is not None and not chip.switch and getattr(route.devices[0], "coords", None) is not None
     places = Places.of(np.array(route.devices, dtype=object)) if has_places else None
     kinds: dict[str, np.ndarray] = {}
     seconds = 0.0
     for step in sending:
-        size, slowest, hops = math.prod(step.shape) * wire, 0.0, []
+        size, slowest, hops = math.prod(step.shape) * array.wire, 0.0, []
         for s, t in step.pairs:
             if s == t:
                 continue
@@ -179,10 +211,10 @@ def _permutes(
         # messages over several links share them: each device has a link in each dimension of the torus
         crowd = 1.0 if chip is None else max(1.0, sum(hops) / len(hops) / max(1, len(chip.torus)))
         seconds += slowest * crowd
-    calls = len(sending) * chunks
-    n, each = float(route.sent.max()) * wire / calls, None if chip is None else seconds / calls
-    record = Collective("collective-permute", ("devices",), path, dims, shape, dtype, n, calls, cause, seconds=each)
-    return (record,), {kind: float(sent.max()) for kind, sent in kinds.items()}
+    calls = len(sending) * array.chunks[1]
+    n, each = float(route.sent.max()) * array.wire / calls, None if chip is None else seconds / calls
+    record = array.collective("collective-permute", ("devices",), n, calls, each)
+    yield record, {kind: float(sent.max()) for kind, sent in kinds.items()}
 
 
 def _link(a: Any, b: Any, pair: tuple[int, int], places: Places | None, chip: Chip | None) -> tuple[str, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from ..hardware.chips import Chip
 from ..plan.collectives import Collective
-from .plan import Memory, MovedArray, memory_of
+from .plan import Memory, MovedArray, memory_of, sum_by_key
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,23 +29,24 @@ class Side:
     devices: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class MovePlan:
-    """What each device sends and needs in a move.
+    """What each device sends and needs in a move; :class:`moves.move.Move` describes the attributes."""
 
-    Attributes:
-      arrays: of the target, in the order in which they are made.
-      rounds: the arrays of every round: one program each, after which the donated arrays of the round are freed.
-      donate: whether the arrays of the source are freed.
-      source, target: where the tree is before and after.
-      chip: of the devices; None: not known, and there are no seconds.
-    """
+    rounds: tuple[tuple[MovedArray, ...], ...]
+    source: Side
+    target: Side
+    donate: bool
 
-    def __init__(
-        self, rounds: Sequence[Sequence[MovedArray]], source: Side, target: Side, donate: bool, chip: Chip | None
-    ):
-        """The plan of a move of some arrays in these rounds."""
-        self.rounds, self.source, self.target, self.donate, self.chip = tuple(rounds), source, target, donate, chip
-        self.arrays = tuple(a for of in rounds for a in of)
+    @cached_property
+    def arrays(self) -> tuple[MovedArray, ...]:
+        """The arrays of all rounds."""
+        return tuple(a for of in self.rounds for a in of)
+
+    @property
+    def chip(self) -> Chip | None:
+        """The chip of the devices; None: not known, and there are no seconds."""
+        return self.arrays[0].chip
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
@@ -78,10 +78,7 @@ class MovePlan:
     @property
     def links(self) -> dict[str, float]:
         """Kind of link (``ICI``, ``NVLink``, ``DCN``, ``host``; ``links``: not known) → bytes that a device sends over it."""
-        total: Counter[str] = Counter()
-        for a in self.arrays:
-            total.update(a.links)
-        return dict(total)
+        return sum_by_key(a.links for a in self.arrays)
 
     @property
     def seconds(self) -> float | None:

@@ -101,11 +101,6 @@ class Route:
         return getattr(self.devices[0], "platform", "") == "cpu"
 
 
-def union_of(*meshes: Any) -> tuple[Any, ...]:
-    """The devices of some meshes, each once."""
-    return tuple(dict.fromkeys(d for mesh in meshes for d in devices_of(mesh)))
-
-
 @lru_cache(maxsize=4096)
 def route(operands: tuple[Operand, ...], shape: tuple[int, ...], target: NamedSharding) -> Route:
     """How an array of the target is made of arrays of the source.
@@ -118,7 +113,8 @@ def route(operands: tuple[Operand, ...], shape: tuple[int, ...], target: NamedSh
       shape: of the array of the target.
       target: its sharding.
     """
-    devices = union_of(*(o.sharding.mesh for o in operands), target.mesh)
+    meshes = *(o.sharding.mesh for o in operands), target.mesh
+    devices = tuple(dict.fromkeys(d for mesh in meshes for d in devices_of(mesh)))  # each once
     same = operands[0].shape == shape and not any(operands[0].shift)
     mesh = factored(operands[0].sharding.mesh, target.mesh) if same and len(operands) == 1 else None
     if mesh is not None:
