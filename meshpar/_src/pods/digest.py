@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..compat.jax import axes_of_spec
 from ..compat.processes import process_count, process_index
-from ..global_arrays import is_global, is_key
+from ..global_arrays import is_global, is_key, on_mesh
 
 SEEDS = (0x9E3779B9, 0x7F4A7C15)
 _STEP = 0x61C88647
@@ -162,7 +162,7 @@ def on_device(x: Any, copied: bool) -> dict[Any, jax.Array] | None:
         return None
     if s.num_devices == 1:
         return {shards[0].device: _digest_of_one(x)}
-    if not (isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)):
+    if not on_mesh(x):
         return None
     entries = list(s.spec)
     while entries and entries[-1] is None:  # an equal spec with another key of the compilation cache
