@@ -98,12 +98,12 @@ class Meter:
         """What the run did with its time, over all its starts; complete up to the last values that were written."""
         self._compiled, self._seconds = len(compilations()), (0.0, 0.0)
         self._audit, self._audit_every = Audit(plan), audit
-        self._left, self._host = (
-            time.perf_counter(),
-            0.0,
-        )  # end of the last call of `step`; seconds between calls since `_begin`
+        self._left = time.perf_counter()  # end of the last call of `step`
+        self._host = 0.0  # seconds between calls since `_begin`
         self._save()
-        self._values = _facts(plan)
+        self._planned = {"bytes_sent": float(plan.bytes_sent)}
+        if plan.seconds is not None:
+            self._planned["planned_seconds"] = plan.seconds
 
     def step(self, metrics: Any, /, **state: Any) -> dict[str, float] | None:
         """Count a step that was called.
@@ -186,7 +186,7 @@ class Meter:
         if len(self._audit.seconds) > 1:
             slowest, (_, host) = max(self._audit.seconds.items(), key=lambda item: item[1][1])
             values |= {"slowest_process": slowest, "slowest_host_seconds": host}
-        return {**values, **self._values, **_scalars(metrics)}
+        return {**values, **self._planned, **_scalars(metrics)}
 
     def close(self, status: str = "success") -> None:
         """End the measurement: write the mean of the steps that are not written yet, and ``run_stop`` to an :class:`MlLog`.
@@ -275,12 +275,6 @@ class MlLog:
         if self._started:
             self.event("run_stop", kind="INTERVAL_END", status=status)
             self._started = False
-
-
-def _facts(plan: Plan) -> dict[str, float]:
-    """The values that a plan gives, the same for every step."""
-    planned = {} if plan.seconds is None else {"planned_seconds": plan.seconds}
-    return {"bytes_sent": float(plan.bytes_sent), **planned}
 
 
 def _scalars(metrics: Any) -> dict[str, float]:

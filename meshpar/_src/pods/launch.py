@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -206,10 +206,8 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int], me
     After the first failure, or ``job.grace`` seconds after a signal to stop, the processes that still run are killed.
     ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received, ``memory`` the folder of each slice.
     """
-    settings = {MEMORY: [str(memory[p * len(memory) // count]) for p in range(count)]}
-    running = {
-        p: _start(job, count, attempt, p, logs, port, settings) for port in (_free_port(),) for p in range(count)
-    }
+    port = _free_port()
+    running = {p: _start(job, count, attempt, p, logs, port, memory[p * len(memory) // count]) for p in range(count)}
     codes: dict[int, int] = {}  # process → exit code, in the order of the ends
     lost: list[int] = []  # killed, and not by this
     kill_at = float("inf")
@@ -272,15 +270,15 @@ def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
     return _End(code, f"process {p} ended with exit status {code}", p, [p] if code == RESTARTABLE else [])
 
 
-def _start(
-    job: Job, count: int, attempt: int, p: int, logs: Path, port: int, settings: Mapping[str, Sequence[str]]
-) -> subprocess.Popen[bytes]:
-    """Start process ``p`` of ``count``, with its settings in the environment and its output in
-    ``logs/process-<p>.log``; ``settings``: variable → its text for each process."""
+def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int, memory: Path) -> subprocess.Popen[bytes]:
+    """Start process ``p`` of ``count``, with its settings in the environment and its output in ``logs/process-<p>.log``.
+
+    Args:
+      memory: the folder of copies of states in the memory of its slice.
+    """
     group = {PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": str(attempt)}
     limits = {TIMEOUT: str(job.timeout), STUCK: str(job.stuck)}
-    env = {**os.environ, **group, **limits, CAUSES: str(logs), "PYTHONUNBUFFERED": "1"}
-    env.update((name, of[p]) for name, of in settings.items())
+    env = {**os.environ, **group, **limits, CAUSES: str(logs), MEMORY: str(memory), "PYTHONUNBUFFERED": "1"}
     env.pop(LOSE, None)
     if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:
         env[LOSE] = str(job.lose[1])

@@ -8,6 +8,7 @@ it has been written in the background; Young's and Daly's jobs are those with ``
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
@@ -100,12 +101,9 @@ class Job:
 
     def longest_interval(self, more: float) -> int:
         """The largest number of steps between saves whose expected time is at most ``1 + more`` times the least."""
-        low, high = self.best_interval(), self.steps
-        most = (1 + more) * self.expected(low)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.expected(middle) <= most else (low, middle - 1)
-        return low
+        best = self.best_interval()
+        most = (1 + more) * self.expected(best)
+        return best - 1 + bisect.bisect(range(best, self.steps + 1), most, key=self.expected)
 
     def simulate(self, every: int, runs: int, seed: int = 0) -> Outcome:
         """Run the job ``runs`` times with random failures.
