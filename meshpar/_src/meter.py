@@ -43,7 +43,7 @@ class Meter:
     - with ``path``, ``goodput``, the productive fraction of the time since the first start of the run, and ``restarts``,
       ``compile_seconds`` and ``repeated_steps`` (:class:`meshpar.types.Goodput`);
     - with ``audit``, ``audited_share``; in jobs of several processes also ``slowest_process``, which waited the least for its
-      devices, and ``slowest_host_seconds``, those of a step in which it did not wait: it loaded data, or started the step;
+      devices, and ``slowest_host_seconds``, the part of a step in which it did not wait: it loaded data, or started the step;
     - every scalar of the metrics.
 
     Example:
@@ -95,7 +95,7 @@ class Meter:
         self._first, self._steps, self._written, self._pending, self._begin = first, first, first, None, 0.0
         self._path = None if path is None else Path(path)
         self.goodput = Goodput.start(self._path, first)
-        """What the run did with its time, over all its starts; complete up to the last values that were written."""
+        """The time of the run by use, over all its starts; complete up to the last values that were written."""
         self._compiled, self._seconds = len(compilations()), (0.0, 0.0)
         self._audit, self._audit_every = Audit(plan), audit
         self._left = time.perf_counter()  # end of the last call of `step`

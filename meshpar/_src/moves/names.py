@@ -37,7 +37,7 @@ class Made:
 
 
 def made_of(arrays: Mapping[str, TreeArray], rename: Rename) -> dict[str, Made]:
-    """Path in the target → what it is made of.
+    """Path in the target → the arrays of which it is made.
 
     Args:
       arrays: path → array of the source.
@@ -94,7 +94,7 @@ def _renamed(
     texts: Sequence[str],
     arrays: Mapping[str, TreeArray],
 ) -> Iterator[tuple[str, Made]]:
-    """(path, what it is made of) for each array of the target that a rule of ``rename`` makes."""
+    """(path, the arrays of which it is made) for each array of the target that a rule of ``rename`` makes."""
     for p in sources:
         if p not in arrays:
             fixes = did_you_mean(p, arrays, "arrays")

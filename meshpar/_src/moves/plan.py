@@ -97,7 +97,7 @@ class MovedArray:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """What a device sends."""
+        """The collectives in which a device sends."""
         return tuple(c for c, _ in self.traffic)
 
     @property
@@ -158,8 +158,8 @@ def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> t
       size: bytes of the larger shard.
     """
     if route.parts is None:  # by rounds: the first dim, if no block is a part of it
-        whole = shape and all(r.operand == 0 and r.shape[0] == shape[0] for r in route.rounds)
-        free = {0: shape[0]} if whole else {}
+        unsplit = shape and all(r.operand == 0 and r.shape[0] == shape[0] for r in route.rounds)
+        free = {0: shape[0]} if unsplit else {}
     else:
         sharded = {*route.parts.have.values(), *route.parts.need.values()}
         free = {k: n for k, n in enumerate(route.parts.sizes) if k not in sharded and route.joints}

@@ -72,7 +72,7 @@ class MovePlan:
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that a device receives, at most: what it needs and does not have."""
+        """Bytes that a device receives, at most: the elements that it needs and does not have."""
         return int(self._traffic[1].max())
 
     @property

@@ -21,7 +21,7 @@ from .planned import MovePlan, Side
 
 
 def move_title(move: MovePlan) -> str:
-    """``8 devices (data=8) → 4 devices (model=4)``, and what a device sends."""
+    """``8 devices (data=8) → 4 devices (model=4)``, and the bytes that a device sends."""
     return f"{_side(move.source)} → {_side(move.target)}, each device sends {format_bytes(move.bytes_sent)}"
 
 

@@ -42,7 +42,7 @@ def local_move(array: MovedArray, axes: tuple[str, ...]) -> Callable[..., jax.Ar
         return _bits(_of_bits(x, old).astype(dtype), route.on_cpus)
 
     def moved(x: jax.Array, parts: Parts) -> jax.Array:
-        """The bits of a shard of the target from those of the source, with one dim for each part."""
+        """The bits of a shard of the target from the bits of the source's shard, with one dim for each part."""
         assert route.mesh is not None
         x = cast(x, True).reshape(parts.local(parts.have))
         return cast(follow(x, parts, route.mesh, route.joints, route.on_cpus), False)
@@ -123,7 +123,7 @@ class Program:
         return shape, NamedSharding(self.mesh, self._spec(len(local)))
 
     def __call__(self, found: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The arrays of the target by their paths, from those of the source; donated ones are deleted."""
+        """The arrays of the target by their paths, from the arrays of the source; donated ones are deleted."""
         own = [d for d in self.devices if d.process_index == jax.process_index()]
         inputs = []
         for path, (operand, dtype) in self.sources.items():

@@ -104,7 +104,7 @@ def _compiled(mesh: Mesh, specs: tuple[PartitionSpec, ...], axes: tuple[Axes, ..
 
 
 class Audit:
-    """The audits of a run: :meth:`start` computes digests asynchronously, :meth:`finish` returns what they show."""
+    """The audits of a run: :meth:`start` computes digests asynchronously, :meth:`finish` returns the faults."""
 
     def __init__(self, plan: Plan):
         """Audit the arguments of the step of a plan."""
@@ -156,10 +156,10 @@ class Audit:
         """Wait for the audit that was started; returns the arrays whose copies differ, and an empty list without an audit."""
         if self._pending is None:
             return []
-        (step, mesh, parts), self._pending, faults = self._pending, None, []
-        rows = zip(mesh.devices.flat, np.asarray(parts[0][2][2]).tolist(), strict=True)
-        self.seconds = {device.process_index: (whole, own) for device, (whole, own) in rows}
-        for paths, axes, (digests, differ, _) in parts:
+        (step, mesh, results), self._pending, faults = self._pending, None, []
+        rows = zip(mesh.devices.flat, np.asarray(results[0][2][2]).tolist(), strict=True)
+        self.seconds = {device.process_index: (step_seconds, busy) for device, (step_seconds, busy) in rows}
+        for paths, axes, (digests, differ, _) in results:
             bad = np.flatnonzero(np.asarray(differ))
             if bad.size:
                 every = fetch(digests).reshape(*mesh.devices.shape, len(paths), 2)
@@ -173,7 +173,7 @@ class Audit:
         copies = math.prod(mesh.devices.shape[k] for k in last)
 
         def rows(of: np.ndarray) -> np.ndarray:
-            """The entries of a row are those of the devices with the same shard."""
+            """Each row has the entries of the devices with the same shard."""
             return np.moveaxis(of, last, range(-len(last), 0)).reshape(-1, copies)
 
         found, certain = [], True

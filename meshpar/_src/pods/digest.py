@@ -1,9 +1,9 @@
 """Digests of arrays that do not depend on how they are sharded.
 
-The digest of an array is a pair of sums modulo 2^32 over its elements, ``mix(bits ^ mix(index + seed))``, for two
-seeds. ``bits`` is the element as unsigned 32-bit words, ``index`` a 32-bit hash of its index in the global array, and ``mix``
-the finaliser of MurmurHash3 (Appleby 2011), a bijection: one changed bit always changes both sums, and swapped elements almost
-always do. The sum of an array is the sum over its shards, so a device needs memory for two numbers only.
+The digest of an array is a pair of checksums, each the sum modulo 2^32 over its elements of ``mix(bits ^ mix(index + seed))``, for
+two seeds. ``bits`` is the element as unsigned 32-bit words, ``index`` a 32-bit hash of its index in the global array, and ``mix``
+the finaliser of MurmurHash3 (Appleby 2011), a bijection: one changed bit always changes both, and swapped elements almost
+always do. The checksum of an array is the sum over its shards, so a device needs memory for two numbers only.
 """
 
 from __future__ import annotations
@@ -115,7 +115,8 @@ def _blocks(x: np.ndarray, first: int, base: int) -> tuple[int, int]:
             parts = [_blocks(row, first + 1, base + k * odd) for k, row in enumerate(x)]
         else:
             parts = [_blocks(x[k : k + rows], first, base + k * odd) for k in range(0, len(x), rows)]
-        return sum(p[0] for p in parts), sum(p[1] for p in parts)
+        high, low = zip(*parts, strict=True)
+        return sum(high), sum(low)
     words = _words(x)
     index = _indices(words.shape, first).reshape(-1)  # NumPy warns of overflows in arrays without dims
     words = words.reshape(-1)

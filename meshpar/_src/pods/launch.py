@@ -108,8 +108,8 @@ class _End:
 
 
 def launch(job: Job) -> int:
-    """Run a job to its end; returns the exit status: 0, 75 (restartable, and no restarts left), 2, or that of the
-    script that failed."""
+    """Run a job to its end; returns the exit status: 0, 75 (restartable, and no restarts left), 2, or the
+    status of the script that failed."""
     _check(job)
     folder = job.logs or Path(tempfile.mkdtemp(prefix="meshpar-launch-"))
     count, left, attempt = job.processes, job.restarts, 0

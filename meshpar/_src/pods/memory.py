@@ -53,7 +53,7 @@ from .digest import starts_of
 
 
 class MemoryPlan(NamedTuple):
-    """What a copy of a state in host memory takes; of the device, or process, for which it is most.
+    """The cost of a copy of a state in host memory, for the device, or process, for which it is largest.
 
     Attributes:
       sent: bytes that a device sends to another group of hosts.
@@ -86,8 +86,8 @@ class Groups:
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def of(cls, sharding: Any, shape: tuple[int, ...], axis: str) -> Groups:
-        """The groups of the devices of an array: those of a process are together, and those of one index of ``axis``, if its mesh
-        has it."""
+        """The groups of the devices of an array: devices of one process are in one group, and devices of one index of ``axis``,
+        if its mesh has it."""
         mesh = sharding.mesh
         rows: dict[int, set[int]] = {}  # process → its indices along the axis
         if axis in mesh.axis_names:
@@ -133,7 +133,7 @@ class Groups:
 
 
 def memory_plan(leaves: Mapping[str, Any], axis: str) -> MemoryPlan:
-    """What a copy takes; ``leaves``: path → array, or shape, dtype and sharding.
+    """The cost of a copy; ``leaves``: path → array, or shape, dtype and sharding.
 
     Raises:
       CheckpointError: a mesh has no such axis, but one of nearly the same name.
@@ -339,7 +339,7 @@ class Memory:
     # -- restore
 
     def newest(self, run: str) -> Copy | None:
-        """The newest state of a run of which the hosts together have all blocks; None: there is none. All processes call it."""
+        """The newest state of a run of which the hosts together have all blocks; None: none is complete. All processes call it."""
         here: dict[int, tuple[Any, list[Any]]] = {}
         for file in (self.root / run).glob("*/*/facts.json"):
             step, process = file.parts[-3:-1]

@@ -1,6 +1,6 @@
 """The time of a job whose chips fail: its expectation, the save interval that minimises it, and simulated runs.
 
-The model is that of Young (A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974) and Daly (A higher
+The model is from Young (A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974) and Daly (A higher
 order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006): failures are a Poisson process, and each one
 returns the job to its last complete checkpoint. A checkpoint blocks the job while it is copied to host memory, and is complete when
 it has been written in the background; Young's and Daly's jobs are those with ``write=0``.

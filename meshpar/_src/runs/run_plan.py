@@ -208,7 +208,7 @@ class RunPlan(Document):
 
     @property
     def cheapest(self) -> RunRow | None:
-        """The row of the lowest cost, of those that fit and have a price; None: there is none."""
+        """The row of the lowest cost, of those that fit and have a price; None: no row has a price."""
         with_cost = [(row.cost.median, k) for k, row in enumerate(self.rows) if row.cost is not None and row.fits]
         return self.rows[min(with_cost)[1]] if with_cost else None
 
