@@ -22,8 +22,7 @@ from ..mesh import planned_mesh
 from ..moves import plan
 from ..moves.move import Move
 from ..moves.names import Made, Rename, TreeArray, dtype_of, dtypes_of, made_of
-from ..moves.plan import MAX_ROUND_SHARE, MovedArray, ordered, rounds_of
-from ..moves.planned import Side
+from ..moves.plan import MAX_ROUND_SHARE, MovedArray, Side, ordered, rounds_of
 from ..moves.route import Operand, route, spec_of
 from ..pods.names import nested
 from ..quantization import quantize
@@ -101,11 +100,11 @@ def move(
     side = max(sum(a.before for a in moved), sum(a.after for a in moved))
     most = max(MAX_ROUND_SHARE * side, plan.MIN_ROUND_BYTES)
     rounds = rounds_of(ordered(a.chunked(donate, most / 4) for a in moved), most)
-    meshes = moved[0].operands[0].sharding.mesh, moved[0].sharding.mesh
-    sides = (
-        Side(dict(mesh.shape), _layout_text(of), mesh.size) for mesh, of in zip(meshes, (source, target), strict=True)
+    before, after = (
+        Side(dict(mesh.shape), _layout_text(of), mesh.size)
+        for mesh, of in ((moved[0].operands[0].sharding.mesh, source), (moved[0].sharding.mesh, target))
     )
-    return Move(rounds, *sides, donate, bool(rename), prepare)
+    return Move(rounds, before, after, donate, bool(rename), prepare)
 
 
 # -- where a tree is

@@ -16,7 +16,7 @@ from ..dims import did_you_mean
 from ..global_arrays import place
 from ..pods.names import by_name, nested
 from ..report import Document
-from .planned import MovePlan
+from .plan import MovePlan
 from .report import move_html, move_renderable, move_title
 from .run import Program
 

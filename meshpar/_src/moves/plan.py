@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -20,6 +21,8 @@ from ..hardware.topology import Places, Stage, torus_of
 from ..plan.collectives import Collective, CollectiveOp
 from ..plan.spec import itemsize_of, local_shape
 from .route import Operand, Route, joint_elements, spec_of
+
+K = TypeVar("K", bound=Hashable)
 
 MAX_ROUND_SHARE = 0.1
 """Fraction of the bytes of a device that a round may need in addition."""
@@ -130,9 +133,9 @@ class MovedArray:
         return replace(self, chunks=(at, count), in_place=donate and count > 1 and same and self.route.replaces(at))
 
 
-def sum_by_key(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def sum_by_key(tables: Iterable[Mapping[K, float]]) -> dict[K, float]:
     """Key → the sum of its values in some tables."""
-    total: Counter[str] = Counter()
+    total: Counter[K] = Counter()
     for table in tables:
         total.update(table)
     return dict(total)
@@ -274,18 +277,104 @@ class Memory:
     round: int
 
 
-def memory_of(rounds: Sequence[Sequence[MovedArray]], donate: bool) -> Memory:
-    """The memory of a device that has the source and the target of all arrays."""
-    last = {path: k for k, of in enumerate(rounds) for a in of for path in a.sources}
-    sizes = {p: itemsize_of(a.old_dtype) * _elements(o.sharding, o.shape)
-             for of in rounds for a in of if a.route for p, o in zip(a.sources, a.operands, strict=True)}  # fmt: skip
-    source, target = sum(sizes.values()), sum(a.after for of in rounds for a in of)
-    live, peak, at = source, source, 0
-    for k, of in enumerate(rounds):
-        grows = sum(a.after for a in of if not a.in_place)
-        during = live + grows + sum(a.temporary for a in of)
-        if during > peak:
-            peak, at = during, k
-        freed = sum(sizes.get(p, 0.0) for p in {p for a in of for p in a.sources} if last[p] == k) if donate else 0.0
-        live += sum(a.after for a in of) - freed
-    return Memory(source, target, peak, at)
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Source or target of a move, in words.
+
+    Attributes:
+      mesh: axis → size; layout: as text; "": not given as rules.
+      devices: their number.
+    """
+
+    mesh: Mapping[str, int]
+    layout: str
+    devices: int
+
+
+@dataclass(frozen=True, eq=False)
+class MovePlan:
+    """What each device sends and needs in a move; :class:`moves.move.Move` describes the attributes."""
+
+    rounds: tuple[tuple[MovedArray, ...], ...]
+    source: Side
+    target: Side
+    donate: bool
+
+    @cached_property
+    def arrays(self) -> tuple[MovedArray, ...]:
+        """The arrays of all rounds."""
+        return tuple(a for of in self.rounds for a in of)
+
+    @property
+    def chip(self) -> Chip | None:
+        """The chip of the devices; None: not known, and there are no seconds."""
+        return self.arrays[0].chip
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of the move, with dims, axes, bytes, count, cause."""
+        return tuple(c for a in self.arrays for c in a.collectives)
+
+    def _largest(self, elements: Callable[[Route], np.ndarray]) -> int:
+        """The largest of the bytes of each device, from the elements of each device in a route."""
+        routes = ((a.route, a.wire) for a in self.arrays if a.route is not None)
+        tables = (dict(zip(r.devices, elements(r) * wire, strict=True)) for r, wire in routes)
+        return int(max(sum_by_key(tables).values(), default=0))
+
+    @cached_property
+    def bytes_sent(self) -> int:
+        """Bytes that a device sends, at most."""
+        return self._largest(lambda route: route.sent)
+
+    @cached_property
+    def bytes_received(self) -> int:
+        """Bytes that a device receives, at most: the elements that it needs and does not have."""
+        return self._largest(lambda route: route.received)
+
+    @property
+    def links(self) -> dict[str, float]:
+        """Kind of link (``ICI``, ``NVLink``, ``DCN``, ``host``; ``links``: not known) → bytes that a device sends over it."""
+        return sum_by_key(a.links for a in self.arrays)
+
+    @property
+    def seconds(self) -> float | None:
+        """Estimated seconds, one collective after the other; None: the chip is not known."""
+        if self.chip is None:
+            return None
+        copies = self.links.get("host", 0.0) / self.chip.per_device().host_link
+        return sum(c.total_seconds for c in self.collectives) + copies
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes of a device that has the source and the target of all arrays, before and after the move, and at its peak."""
+        last = {path: k for k, of in enumerate(self.rounds) for a in of for path in a.sources}
+        sizes = {p: itemsize_of(a.old_dtype) * _elements(o.sharding, o.shape)
+                 for of in self.rounds for a in of if a.route for p, o in zip(a.sources, a.operands, strict=True)}  # fmt: skip
+        source, target = sum(sizes.values()), sum(a.after for of in self.rounds for a in of)
+        live, peak, at = source, source, 0
+        for k, of in enumerate(self.rounds):
+            grows = sum(a.after for a in of if not a.in_place)
+            during = live + grows + sum(a.temporary for a in of)
+            if during > peak:
+                peak, at = during, k
+            freed = {p for a in of for p in a.sources if self.donate and last[p] == k}
+            live += sum(a.after for a in of) - sum(sizes.get(p, 0.0) for p in freed)
+        return Memory(source, target, peak, at)
+
+    @property
+    def rounds_text(self) -> str:
+        """``3 programs, 12 collectives``."""
+        calls, n = sum(c.runs for c in self.collectives), len(self.rounds)
+        return f"{n} program{'s' * (n != 1)}, {calls} collective{'s' * (calls != 1)}"
+
+    def to_json(self) -> str:
+        """The move as JSON: source, target, bytes, links, seconds, memory, and every array."""
+        arrays = [
+            {"path": a.path, "sources": a.sources, "dims": a.dims, "shape": a.shape, "dtype": str(a.dtype),
+             "before": [str(o.sharding.spec) for o in a.operands], "after": str(a.sharding.spec), "links": a.links,
+             "collectives": [c.to_dict() for c in a.collectives]} for a in self.arrays
+        ]  # fmt: skip
+        sides = {k: asdict(side) for k, side in (("source", self.source), ("target", self.target))}
+        numbers = {k: getattr(self, k) for k in ("bytes_sent", "bytes_received", "links", "seconds", "donate")}
+        memory = asdict(self.memory)
+        return json.dumps({**sides, **numbers, "memory": memory, "rounds": len(self.rounds), "arrays": arrays})

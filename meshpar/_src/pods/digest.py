@@ -155,7 +155,7 @@ def on_device(x: Any, copied: bool) -> dict[Any, jax.Array] | None:
     """
     if not isinstance(x, jax.Array):
         return None
-    s = x.sharding
+    s: Any = x.sharding
     if math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize <= SMALL or s.memory_kind not in (None, _device_memory()):
         return None
     shards = x.addressable_shards

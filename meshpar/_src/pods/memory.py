@@ -255,7 +255,8 @@ class Block(NamedTuple):
     @classmethod
     def of_json(cls, entries: Sequence[Any]) -> Block:
         """The block whose fields are these values of JSON."""
-        return cls(*(tuple(x) if isinstance(x, list) else x for x in entries))
+        path, start, shape, *others = entries
+        return cls(path, tuple(start), tuple(shape), *others)
 
 
 class Memory:
@@ -314,7 +315,7 @@ class Memory:
             data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
             data.tofile(begun / str(k))
             file = f"{run}/{step}/{target.name}/{k}"
-            blocks.append(Block(path, start, x.shape, str(x.dtype), zlib.crc32(data), file))
+            blocks.append(Block(path, start, x.shape, str(x.dtype), zlib.crc32(data.data), file))
         (begun / "facts.json").write_text(json.dumps({"facts": facts, "blocks": blocks}))
         if target.exists():  # of an earlier attempt
             shutil.rmtree(target)
