@@ -35,7 +35,7 @@ from ..compat.jax import is_tracer
 from ..compat.orbax import at_end_of_script, can_store, late_json_handler, literal_folders
 from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
-from ..global_arrays import is_global, is_key, of_parts
+from ..global_arrays import data_of, is_global, is_key, of_parts
 from .agree import exchange, versions
 from .digest import Digests, on_device
 from .lock import Lock
@@ -379,7 +379,7 @@ class Checkpoints:
         state = init(*args)
         self._open()
         for x in by_name(state)[0].values():  # compiled now, and not while the first save holds up a step
-            on_device(jax.random.key_data(x) if is_key(x) else x, copied=True)
+            on_device(data_of(x), copied=True)
         return state, 0
 
     def _rename_damaged(self, number: int, reason: str) -> str:

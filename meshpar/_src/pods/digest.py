@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..compat.jax import axes_of_spec
 from ..compat.processes import process_count, process_index
-from ..global_arrays import is_global, is_key, on_mesh
+from ..global_arrays import data_of, is_global, on_mesh
 
 SEEDS = (0x9E3779B9, 0x7F4A7C15)
 _STEP = 0x61C88647
@@ -60,9 +60,7 @@ def starts_of(index: tuple[slice, ...]) -> tuple[int, ...]:
 
 def digest_of(x: jax.Array, offsets: Sequence[Any] = ()) -> jax.Array:
     """The digest, uint32 [2], of a shard that begins at these offsets in the global array."""
-    if is_key(x):
-        x = jax.random.key_data(x)
-    words = _words(x)
+    words = _words(data_of(x))
     index = jnp.zeros(words.shape, jnp.uint32)
     for d in range(words.ndim):
         start = jnp.uint32(offsets[d]) if d < len(offsets) else jnp.uint32(0)
@@ -246,7 +244,7 @@ def digests_of_parts(arrays: Sequence[jax.Array]) -> list[str]:
 
     Small ones are hashed on the host, which has nothing to compile for them.
     """
-    made = [_digest_of_one(x) if x.nbytes > SMALL else jax.random.key_data(x) if is_key(x) else x for x in arrays]
+    made = [_digest_of_one(x) if x.nbytes > SMALL else data_of(x) for x in arrays]
     return [
         as_text(y if x.nbytes > SMALL else digest_on_host(np.asarray(y))) for x, y in zip(arrays, made, strict=True)
     ]
