@@ -214,21 +214,24 @@ def owned_rows(
             index = ctx.terms.reshape(t, local.shape)
             for mode in modes:
                 value = made(index, mode)
-                if ctx.terms.is_known(value) and _owned(ctx, axes, n, mode, local, index, mask):
+                if ctx.terms.is_known(value) and _owned(ctx, axes, n, mode, local, t, mask):
                     return value
     return None
 
 
 def _owned(ctx: Context, axes: tuple[str, ...], n: int, mode: str, local: Term, index: Term, mask: Term | None) -> bool:
-    """The law of :func:`owned_rows`, for all values of the index: those within the sum of all numbers in the terms, beyond which
-    no comparison changes, and the extremes of int32."""
-    total, terms = n * ctx.size(axes), [local, index] if mask is None else [local, index, mask]
-    found, limit = leaves(*terms), total + sum(abs(int(number_of(t) or 0)) for t in parts(*terms))
-    if len(found) != 1 or limit > MAX_VALUES >> 3:
+    """The law of :func:`owned_rows`, for all values of the index: those within the sum of all numbers in the terms, beyond which no
+    comparison changes, and the extremes of int32."""
+    total, terms = n * ctx.size(axes), [local] if mask is None else [local, mask]
+    limit, ends = total + sum(abs(int(number_of(t) or 0)) for t in parts(*terms)), np.iinfo(np.int32)
+    if limit > MAX_VALUES:
         return False
-    ends = np.iinfo(np.int32)
-    values = np.concatenate([[ends.min, ends.min + 1], np.arange(-limit, limit + 1), [ends.max]]).astype(np.int64)
-    row, wanted, *masks = evaluate(ctx, axes, terms, found[0], values)
+    values = np.concatenate([[ends.min, ends.min + 1], np.arange(-limit, limit + 1), [ends.max]]).astype(index.dtype)
+    try:
+        row, *masks = evaluate(ctx, axes, terms, index, values)
+    except Unverified:
+        return False
+    wanted = np.broadcast_to(values.astype(np.int64), row.shape)
     first = n * np.asarray(ctx.linear(axes, ctx.coordinates(axes)))[:, None]
     inside = (wanted >= 0) & (wanted < total)
     defined = inside if "PROMISE" in mode else np.ones_like(inside)

@@ -110,7 +110,7 @@ class Terms:
             x = x.args[0]
         if shape == x.shape:
             return x
-        if x.op == "literal":
+        if x.op == "literal" or (x.op == "iota" and math.prod(shape) in shape):
             return self.make(x.op, x.params, x.args, shape, x.dtype)
         return self.make("reshape", None, (x,), shape, x.dtype)
 
