@@ -276,8 +276,11 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
         elif isinstance(want, Unknown):
             results.append(Result(path, "not verified", want.cause))
         elif have.term is not want.term:
-            cause = Cause("result", path, f"another value than as written: {loops.differs(have.term, want.term)}")
+            cause = Cause(
+                "result", path, f"is not the value of the function as written: {loops.differs(have.term, want.term)}"
+            )
             results.append(Result(path, "not verified", cause))
         else:
             results.append(Result(path, "proven"))
-    return Proof(tuple(results), walk.proven, walk.failed, walk.unreached, walk.kernels, time.process_time() - begin)
+    failed = {**walk.failed, **{r.cause: 0 for r in results if r.cause is not None and r.cause not in walk.failed}}
+    return Proof(tuple(results), walk.proven, failed, walk.unreached, walk.kernels, time.process_time() - begin)
