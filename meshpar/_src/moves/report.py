@@ -16,12 +16,11 @@ from ..report.html import collectives_table
 from ..report.tables import Cell, Table, hanging, number
 from ..report.text import collectives_block
 from ..units import format_bytes, format_memory, format_seconds
-from .plan import LINKS
-from .planned import MovePlan, Side
+from .plan import LINKS, MovePlan, Side
 
 
 def move_title(move: MovePlan) -> str:
-    """``8 devices (data=8) → 4 devices (model=4)``, and what a device sends."""
+    """``8 devices (data=8) → 4 devices (model=4)``, and the bytes that a device sends."""
     return f"{_source(move)} → {_side(move.target)}, each device sends {format_bytes(move.bytes_sent)}"
 
 
@@ -70,15 +69,8 @@ def _arrays(move: MovePlan, colours: AxisColours) -> Table:
         before, after = sum(x.before for x in group), sum(x.after for x in group)
         rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), number(format_memory(before), before),
                      number(format_memory(after), after), number(format_bytes(sent), sent)])  # fmt: skip
-    columns = [
-        ("before", ""),
-        ("after", ""),
-        ("dtype", ""),
-        ("arrays", "n"),
-        ("bytes before", "n"),
-        ("bytes after", "n"),
-        ("sends", "n"),
-    ]
+    numbers = ("arrays", "bytes before", "bytes after", "sends")
+    columns = [("before", ""), ("after", ""), ("dtype", ""), *((name, "n") for name in numbers)]
     return Table(columns, rows, "each device moves")
 
 

@@ -43,8 +43,6 @@ MAX_SAVE_LOSS = 0.01
 """Fraction by which the longest save interval that is reported lengthens the run."""
 MIN_COPIES_GAIN = 0.01
 """Fraction of the days of a run from which on copies in memory are said to pay."""
-TITLES = "Medians of the simulated runs", "Where the time goes, on average", "Saves and restarts", "Copies in memory"
-"""Of the tables of a report."""
 PARTS = {"ink": "productive", "m0": "saves", "m2": "repeated", "wait": "restarts"}
 """CSS class → part of the time of a run."""
 SOURCES = {
@@ -210,7 +208,7 @@ class RunPlan(Document):
 
     @property
     def cheapest(self) -> RunRow | None:
-        """The row of the lowest cost, of those that fit and have a price; None: there is none."""
+        """The row of the lowest cost, of those that fit and have a price; None: no row has a price."""
         with_cost = [(row.cost.median, k) for k, row in enumerate(self.rows) if row.cost is not None and row.fits]
         return self.rows[min(with_cost)[1]] if with_cost else None
 
@@ -246,14 +244,14 @@ class RunPlan(Document):
             Cell(t, terminal=Text(t, "bold" * (several and r == self.best)))
             for t, r in zip(texts, self.rows, strict=True)
         ]
-        tables = zip(*(_cells(row, with_cost) for row in self.rows), strict=True)
+        cells = [_cells(row, with_cost) for row in self.rows]
         return [
             Table(
-                [("topology", "word"), *((head, "n") for head in rows[0])],
-                [[name, *row.values()] for name, row in zip(names, rows, strict=True)],
+                [("topology", "word"), *((head, "n") for head in of)],
+                [[name, *row[title].values()] for name, row in zip(names, cells, strict=True)],
                 title,
             )
-            for title, rows in zip(TITLES, tables, strict=True)
+            for title, of in cells[0].items()
         ]
 
     def _verdict(self) -> str:
@@ -297,8 +295,8 @@ class RunPlan(Document):
         return f"<RunPlan of {self._title()}: {self._verdict()}>"
 
 
-def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
-    """Heading → cell, in each of the four tables of a report; with a cost if ``with_cost``."""
+def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
+    """Title of a table of the report → heading → cell; with a cost if ``with_cost``."""
 
     def cell(form: Callable[[float], str], value: float) -> Cell:
         return number(form(value), value)
@@ -316,19 +314,23 @@ def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
     if with_cost:
         run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
     every, at_most = r.save_seconds
-    saves = {
-        f"save every (+{100 * MAX_SAVE_LOSS:.0f} %)": cell(format_duration, at_most),
-        "shortest run": cell(format_duration, every),
-        "checkpoint": cell(format_memory, r.checkpoint_bytes),
-        "a restart": cell(format_duration, r.job.restart),
+    return {
+        "Medians of the simulated runs": run,
+        "Where the time goes, on average": {
+            name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)
+        },
+        "Saves and restarts": {
+            f"save every (+{100 * MAX_SAVE_LOSS:.0f} %)": cell(format_duration, at_most),
+            "shortest run": cell(format_duration, every),
+            "checkpoint": cell(format_memory, r.checkpoint_bytes),
+            "a restart": cell(format_duration, r.job.restart),
+        },
+        "Copies in memory": {
+            "worth it": Cell("yes" if r.copies_pay else "no", css="n"),
+            "they save": number(f"{r.copies_days:.2f} days", r.copies_days),
+            "host memory of a chip": cell(format_memory, r.copies_bytes),
+        },
     }
-    copies = {
-        "worth it": Cell("yes" if r.copies_pay else "no", css="n"),
-        "they save": number(f"{r.copies_days:.2f} days", r.copies_days),
-        "host memory of a chip": cell(format_memory, r.copies_bytes),
-    }
-    shares = {name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)}
-    return run, shares, saves, copies
 
 
 def _drawn(row: RunRow) -> dict[str, Any]:
