@@ -52,7 +52,8 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     Arguments and results have the role of their path. Other buffers are gradients if they have the dims of a weight, saved
     activations if the forward pass makes them and the backward pass reads them, else temporaries.
     """
-    when_of, weights = pass_of_kernel(plan), plan.program.cached(_weights)
+    program = plan.program  # the function is cached on the plan, so it must not refer to it
+    when_of, weights = pass_of_kernel(plan), program.cached(_weights)
     constants = set(computation_of(plan).constants)
 
     def kind(item: Buffer) -> str:
@@ -68,7 +69,7 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
         if made is None or _of_inputs(item):
             return "temporaries"
         when = when_of(made)
-        if when != "forward" and _classes(plan.program, value) in weights:
+        if when != "forward" and _classes(program, value) in weights:
             return "gradients"
         if when != "backward" and any(when_of(r) == "backward" for r in item.readers):
             return "saved activations"
