@@ -132,7 +132,7 @@ class _Live:
         self.rings: dict[Value, tuple[Step, GatherRing]] = {}
         for step in plan.body.all_steps:
             if isinstance(step, Reshard) and step.ring is not None:
-                made = [out for dot in step.ring.dots for out in dot.op.outs]
+                made = [out for run, _ in step.ring.dots for out in run.op.outs]
                 self.rings.update((v, (step, step.ring)) for v in made)
                 if step.ring.fused is None:
                     self.in_chunks.update([*made, *([step.result.value] if step.ring.keep_gathered else [])])

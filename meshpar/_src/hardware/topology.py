@@ -30,6 +30,8 @@ from .chips import CHIPS, Chip, chip_of_kind
 _TOPOLOGY = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*):(\d{1,9}(?:x\d{1,9})*)\s*\Z")
 _ACCELERATOR = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*)-(\d{1,9})\s*\Z")
 _PLACES = ("x", "y", "z", "core", "slice")
+MAX_LARGER = 14
+"""Number of :func:`larger_topologies`."""
 
 
 # -- text and slices
@@ -98,6 +100,16 @@ def parse_topology(text: str) -> Topology:
     raise MeshError(
         f"topology {text!r} does not exist: {why}", fixes=[f"the nearest: {', '.join(near)}", *_known(chip)]
     )
+
+
+def larger_topologies(topology: str) -> list[Topology]:
+    """The topologies with 2, 4, 8, … times the devices that exist: larger slices, then several of the largest."""
+    where, factors = parse_topology(topology), [2**k for k in range(1, MAX_LARGER + 1)]
+    counts = (n * math.prod(where.chips) for n in factors)
+    shapes = [(n,) if where.chip.switch else next(iter(where.chip.shapes(n)), None) for n in counts]
+    larger = [where._replace(chips=shape) for shape in shapes if shape is not None]
+    largest = (larger or [where])[-1]
+    return [*larger, *(largest._replace(slices=n * where.slices) for n in factors)][:MAX_LARGER]
 
 
 def device_count(topology: str) -> int:

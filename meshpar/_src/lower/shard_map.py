@@ -1,7 +1,7 @@
 """The ``"shard_map"`` lowering: one ``shard_map`` around the program, in which every device runs the steps of the plan.
 
 It is an interpreter of steps on local arrays. The steps determine all collectives, their algorithms and their order. The lowered
-function has the derivatives of the ``"jit"`` lowering (:mod:`lower.derivatives`).
+function has the derivatives of the ``"jit"`` lowering.
 """
 
 from __future__ import annotations
