@@ -89,7 +89,7 @@ def reshape(eqn, ins, outs) -> OpRule:
     r = OpRule(strong=True)
     left: list[Factors] = [()] * len(a)
     right: list[Factors] = [()] * len(b)
-    # the products of the sizes before each dim; where both shapes have the same one, a run of dims with equal products ends
+    # the sizes before each dim, multiplied; where both shapes have the same number, a run of dims with equal factors ends
     begins = [list(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (a, b)]
     for start, stop in itertools.pairwise(sorted({*begins[0]} & {*begins[1]})):
         bounds = [n for n in sorted({*begins[0], *begins[1]}) if start <= n <= stop]
