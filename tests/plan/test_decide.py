@@ -31,7 +31,7 @@ class Case:
         mesh = ", ".join(f"{a}={n}" for a, n in sizes.items())
         program = mp.plan(fn, *shapes, dims=dims, layout="", mesh=mp.mesh(mesh)).program
         assignment = AxisAssignment(program, mp.Layout(layout), sizes)
-        self.facts = Facts(assignment, readers_of(program), {})
+        self.facts = Facts(assignment, readers_of(program), {}, set())
         (self.op,) = (o for o in program.root.walk() if o.name == op)
         self.operands = [None if v is None else Operand(v, assignment.value_spec(v)) for v in self.op.ins]
 
