@@ -192,16 +192,15 @@ class _Reader:
         self.users: dict[Shard, list[Step]] = {}
         self.maker: dict[Shard, tuple[Run, Frame]] = {}
         self.reads: dict[Shard, int] = {}
-        self._read(plan.body, {s for loop in plan.body.loops for s in loop.hoisted}, plan.program.root)
+        self._read(plan.body, plan.program.root)
 
-    def _read(self, body: Body, hoisted: set[Shard], home: Frame) -> None:
-        """Record the steps of a body and of nested bodies; ``hoisted``: shards that are resharded before a loop, which are no
-        candidates."""
+    def _read(self, body: Body, home: Frame) -> None:
+        """Record the steps of a body and of nested bodies."""
         users, reads = self.users, self.reads
         for step in body.steps:
             if not isinstance(step, Run):
                 for inner in step.bodies:
-                    self._read(inner, hoisted, home if isinstance(step, Call) else inner.frame)
+                    self._read(inner, home if isinstance(step, Call) else inner.frame)
                 if isinstance(step, Call):
                     continue
             for shard in step.reads:
@@ -211,7 +210,7 @@ class _Reader:
                     reads[shard] = reads.get(shard, 0) + 1
             if isinstance(step, Run):
                 self.maker.update((shard, (step, home)) for shard in step.results if shard.partial)
-            elif isinstance(step, Reshard) and step.copy and step.collectives and step.result not in hoisted:
+            elif isinstance(step, Reshard) and step.copy and step.collectives:
                 users[step.result] = []
                 self.candidates.append((step, body.frame, home))
             elif isinstance(step, Reduce) and [c.op for c in step.collectives[:1]] == ["reduce-scatter"]:

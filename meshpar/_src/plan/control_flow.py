@@ -160,7 +160,7 @@ class ControlFlow:
         emitter, current = self.emitter, self.emitter.current
         parts = loop_parts(op.eqn)
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
-        inner, group = frame.ins(), emitter.group
+        inner = frame.ins()
         _, inner_carries, inner_slices = parts.split(inner)
         accumulations = self._find_accumulations(op, frame, parts)
         self._reduce_operands(op, {op.ins[parts.carries[k]] for k in accumulations})
@@ -208,7 +208,6 @@ class ControlFlow:
             if start is not None and not carried[k].partial:
                 emitter.reduce(start)
             inits[k] = self._enters(op, i, start, carried[k].spec)
-        emitter.group = group
         results = []
         for k, (out, shard) in enumerate(zip(op.outs, outputs, strict=True)):
             spec = shard.spec if k < len(carried) else ((), *shard.spec)
@@ -225,7 +224,7 @@ class ControlFlow:
 
         Carries are sharded as stored, in the condition and in the body.
         """
-        emitter, parts, group = self.emitter, loop_parts(op.eqn), self.emitter.group
+        emitter, parts = self.emitter, loop_parts(op.eqn)
         self._reduce_operands(op)
         cond, body = op.frames
         carry = parts.carried(body.ins())
@@ -242,7 +241,6 @@ class ControlFlow:
             with emitter.inside(frame) as builder:
                 plan_ops(frame, consts)
                 bodies.append((builder, carried, self._leaves(op, frame, needs)))
-        emitter.group = group
         results = []
         for out, shard in zip(op.outs, bodies[1][2], strict=True):
             results.append(emitter.place(emitter.shard(out, shard.spec)))
@@ -274,7 +272,7 @@ class ControlFlow:
 
         All branches return the results in their stored specs.
         """
-        emitter, group = self.emitter, self.emitter.group
+        emitter = self.emitter
         self._reduce_operands(op)
         index = emitter.as_it_is(op.ins[0])
         stored = [emitter.stored(out) for out in op.outs]
@@ -285,7 +283,6 @@ class ControlFlow:
             with emitter.inside(frame) as body:
                 plan_ops(frame, consts)
                 bodies.append((body, self._leaves(op, frame, stored)))
-        emitter.group = group
         results = [emitter.place(emitter.shard(out, spec)) for out, spec in zip(op.outs, stored, strict=True)]
         read, results = tuple(dict.fromkeys(read)), tuple(results)
         return lambda: Branch(op, index, read, tuple(body.body((), outputs) for body, outputs in bodies), results)

@@ -191,9 +191,7 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
     first = _Site(op, operands, facts)
     partial = [(i, first.operand(i).value) for i in first.partial]
     shared = tuple(i for i, v in partial if len(facts.readers.get(v, ())) > 1 and v not in facts.deferred)
-    if op.primitive.family == "barrier":
-        return _barrier(first.reducing(shared), shared)
-    if op.primitive.family == "identity":
+    if op.primitive.family in ("identity", "barrier"):
         return _identity(first.reducing(shared), shared)
     if op.rule is None:
         return _elementwise(first.reducing(shared), shared)
@@ -248,30 +246,24 @@ def broadcast_spec(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec
 # -- families of ops
 
 
-def _barrier(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
-    """An optimization barrier: each result is sharded as its operand is."""
+def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
+    """An identity or an optimization barrier: each result is sharded as its operand is, a partial one too. A result of an identity
+    that is not partial is then stored where its own names put it."""
+    op = site.op
+    if is_input_independent(op, site.operands):
+        return _constant(site, [site.stored(v) for v in op.outs], reduce)
     results = [
-        ShardType(replicated_spec(len(out.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
-        for x, out in zip(site.operands, site.op.outs, strict=True)
+        ShardType(replicated_spec(len(v.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
+        for x, v in zip(site.operands, op.outs, strict=True)
     ]
+    left = op.primitive.family == "barrier"
     return OpDecision(
         operands=tuple(None if x is None else x.spec for x in site.operands),
         results=tuple(results),
-        stored=(None,) * len(results),
+        stored=tuple(None if left or r.partial else site.resharded(v) for r, v in zip(results, op.outs, strict=True)),
         reduce=reduce,
-        inherits=tuple(i if x is not None and x.partial else None for i, x in enumerate(site.operands)),
-        is_constant=is_input_independent(site.op, site.operands),
+        inherits=tuple(i if r.partial else None for i, r in enumerate(results)),
     )
-
-
-def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
-    """An identity: the result is stored where its own names put it; a partial operand stays partial."""
-    (x,), (out,) = site.operands, site.op.outs
-    if is_input_independent(site.op, site.operands):
-        return _constant(site, [replicated_spec(len(out.shape)) if x is None else site.stored(out)], reduce)
-    assert x is not None
-    stored, inherits = (None, 0) if x.partial else (site.resharded(out), None)
-    return OpDecision((x.spec,), (ShardType(x.spec, x.partial, x.kind),), (stored,), reduce, inherits=(inherits,))
 
 
 def _elementwise(site: _Site, reduce: tuple[int, ...]) -> OpDecision:

@@ -93,13 +93,13 @@ class Emitter:
     @contextmanager
     def inside(self, frame: Frame) -> Iterator[BodyBuilder]:
         """A context in which steps are written into a new body, of a frame."""
-        outer, count = self.body, self.count
+        outer, count, group = self.body, self.count, self.group
         self.body = BodyBuilder(frame)
         self.count = None if frame.trip_count is None or count is None else count * frame.trip_count
         try:
             yield self.body
         finally:
-            self.body, self.count = outer, count
+            self.body, self.count, self.group = outer, count, group
 
     def new_group(self) -> StepGroup:
         """Begin the steps of another op."""

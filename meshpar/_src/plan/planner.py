@@ -250,26 +250,20 @@ class _Planner:
             axes = None if rule is None else tuple(assignment.factor_axes(op))
             iterations = tuple([v and emitter.iterations(v) for v in op.ins])
             accumulated = self.facts.accumulated.get(op.outs[0]) if op.outs else None
-            return (
-                op,
-                axes,
-                stored,
-                tuple(shards),
-                iterations,
-                frozenset(self.facts.deferred.intersection(op.ins)),
-                accumulated,
-            )
+            deferred = frozenset(self.facts.deferred.intersection(op.ins))
+            return op, axes, stored, tuple(shards), iterations, accumulated, deferred
+        if op.eqn.effects or op.primitive.family in ("identity", "barrier", "opaque"):
+            return None
+        if rule is None and not narrows(op):
+            shapes = tuple([None if v is None else v.shape for v in op.ins])
+            constant = all(v is None or v in constants for v in op.ins) and op.name
+            return assignment.elementwise_spec(op), op.outs[0].shape, shapes, stored, constant
         operands = tuple(
             [v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)) for v in op.ins]
         )
         if rule is None:
-            if op.primitive.family in ("identity", "barrier") or all(x is None or x[1] for x in operands):
-                return None
-            shapes = operands if narrows(op) else tuple([None if v is None else v.shape for v in op.ins])
-            return assignment.elementwise_spec(op), op.outs[0].shape, shapes, stored
-        if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects:
-            return None
-        return rule, tuple(assignment.factor_axes(op)), operands, stored
+            return assignment.elementwise_spec(op), op.outs[0].shape, operands, stored
+        return None if rule.given is not None else (rule, tuple(assignment.factor_axes(op)), operands, stored)
 
     def output(self, var: Var | Literal, value: Value) -> Shard:
         """A result of the program in its stored spec."""
