@@ -341,7 +341,7 @@ class ControlFlow:
 
     def _literal(self, op: Op, var: Var | Literal, spec: Spec) -> Shard:
         # no value of the program
-        shard = Shard(Value(var.aval, (-1,) * len(var.aval.shape)), spec, is_constant=True)
+        shard = Shard(Value(var.aval, (-1,) * len(spec)), spec, is_constant=True)
         self.emitter.body.deferred.append(Constant(op, shard, literal_array(var)))
         return shard
 
