@@ -348,7 +348,7 @@ class Evaluation:
         Adjacent axes that are always used together are equivalent to one axis over the same devices.
         """
         assignment = self._assignment(point)
-        groups, names = assignment.assignments(), [a for a, _ in point.sizes]
+        groups, names = assignment.axes, [a for a, _ in point.sizes]
         entries = {entry for group in groups for entry in group}
         runs = [[names[0]]]
         for before, axis in itertools.pairwise(names):
