@@ -149,9 +149,8 @@ def _local_slice(op: LocalOp, x: Any) -> list[Any]:
     exchanged = [dim for dim, _, _ in op.windows(0)]
     x, is_owner = op.with_halo(0, x), None
     for d, (factors, out_factors) in enumerate(zip(op.rule.ins[0], op.rule.outs[0], strict=True)):
-        if d in exchanged or (factors == out_factors and op.axes_of(factors)):  # all elements of the window or shard
-            starts[d] = 0 if d in exchanged else starts[d]
-            ends[d] = x.shape[d]
+        if d in exchanged or factors == out_factors:  # all elements of the window or shard
+            starts[d], ends[d] = 0, x.shape[d]
         elif op.axes_of(factors):  # one element, which one device has
             index = starts[d] - op.offset(factors, x.shape[d])
             x = lax.dynamic_slice_in_dim(x, jnp.clip(index, 0, x.shape[d] - 1), 1, d)
