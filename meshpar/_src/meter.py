@@ -44,7 +44,7 @@ class Meter:
     - with ``path``, ``goodput``, the productive fraction of the time since the first start of the run, and ``restarts``,
       ``compile_seconds`` and ``repeated_steps`` (:class:`meshpar.types.Goodput`);
     - with ``audit``, ``audited_share``; in jobs of several processes also ``slowest_process``, which waited the least for its
-      devices, and ``slowest_host_seconds``, its seconds of a step without waiting: loading data, or starting the step;
+      devices, and ``slowest_host_seconds``, the part of a step in which it did not wait: it loaded data, or started the step;
     - every scalar of the metrics.
 
     Example:
@@ -96,15 +96,15 @@ class Meter:
         self._first, self._steps, self._written, self._pending, self._begin = first, first, first, None, 0.0
         self._path = None if path is None else Path(path)
         self.goodput = Goodput.start(self._path, first)
-        """The use of the run's time, over all its starts; complete up to the last values that were written."""
+        """The time of the run by use, over all its starts; complete up to the last values that were written."""
         self._compiled, self._seconds = len(compilations()), (0.0, 0.0)
         self._audit, self._audit_every = Audit(plan), audit
-        # end of the last call of `step`; seconds between calls since `_begin`
-        self._left, self._host = time.perf_counter(), 0.0
+        self._left = time.perf_counter()  # end of the last call of `step`
+        self._host = 0.0  # seconds between calls since `_begin`
         self._save()
-        self._values = {"bytes_sent": float(plan.bytes_sent)}
+        self._planned = {"bytes_sent": float(plan.bytes_sent)}
         if plan.seconds is not None:
-            self._values["planned_seconds"] = plan.seconds
+            self._planned["planned_seconds"] = plan.seconds
 
     def step(self, metrics: Any, /, **state: Any) -> dict[str, float] | None:
         """Count a step that was called.
@@ -187,7 +187,7 @@ class Meter:
         if len(self._audit.seconds) > 1:
             slowest, (_, host) = max(self._audit.seconds.items(), key=lambda item: item[1][1])
             values |= {"slowest_process": slowest, "slowest_host_seconds": host}
-        return {**values, **self._values, **_scalars(metrics)}
+        return {**values, **self._planned, **_scalars(metrics)}
 
     def close(self, status: str = "success") -> None:
         """End the measurement: write the mean of the steps that are not written yet, and ``run_stop`` to an :class:`MlLog`.

@@ -27,6 +27,7 @@ from meshpar._src.mesh import parse_mesh
 from meshpar._src.plan.assignment import AxisAssignment
 from meshpar._src.search.evaluation import Evaluation, Settings
 from meshpar._src.search.picture import Picture
+from meshpar._src.search.result import MAX_TERMINAL_ROWS
 from meshpar._src.search.row import Row
 from meshpar._src.search.selection import Candidate, _choice, one_per_kind, with_merged_axes
 from meshpar._src.search.space import Point, Space, meshes
@@ -293,7 +294,7 @@ def test_every_letter_of_the_plot_is_drawn_and_has_a_row():
 def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
     got = found(batch=8)
     text = str(got)
-    (counts,) = re.findall(r"search v5e:4x4: (\d+) plans? \((.*?)\)", " ".join(text.split()))
+    (counts,) = re.findall(r"search v5e:4x4: (\d+) layouts?: (.*?);", " ".join(text.split()))
     assert (
         int(counts[0])
         == got.planned
@@ -301,10 +302,17 @@ def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
     )
     default = next(r for r in got.rows if r.name == "fsdp")
     assert default.undivided == "batch of 8 is not divisible by 16"
-    if default != got.best:
-        assert f"{default.seconds / got.best.seconds:.3g} × as fast as the default layout, fsdp" in " ".join(
-            text.split()
-        )
+    sound = [r for r in got.rows if r.name and r.fits and not r.undivided and r.name != "fsdp"]
+    known = min(sound, key=lambda r: r.seconds)
+    faster = f"{known.seconds / got.best.seconds:.3g} × as fast as the best known scheme, {known.name} ("
+    assert got._speedup.startswith(faster) or known == got.best
+    divides = replace(default, undivided="", fits=True)
+    got_with = replace(got, rows=tuple(divides if r == default else r for r in got.rows))
+    assert got_with._speedup.startswith(
+        f"{default.seconds / got.best.seconds:.3g} × as fast as the default layout, fsdp ("
+    )
+    hidden = len(got.rows) - len(got._listed(MAX_TERMINAL_ROWS))
+    assert (f"and {hidden} more, which the page has" in text) == (hidden > 0)
     for row in got.rows:
         assert row.mfu == pytest.approx(got.plan(row).time.mfu, rel=1e-6)
     turned = replace(got.best, mesh=", ".join(reversed(got.best.mesh.split(", "))), seconds=2 * got.best.seconds)
@@ -483,6 +491,9 @@ def test_programs_that_vary_are_chosen_from():
         how: Any = {**where, "overlap": mode}
         plan = mp.plan(alone, params, tokens, mesh=row.mesh, layout=row.layout, lowering="shard_map", **how)
         assert (row.seconds, row.peak) == (plan.seconds, plan.memory.peak)
+    assert re.search(
+        r"search v5e:4x4: \d+ layouts of 4 programs: .*; stopped at 30 plans of a program", " ".join(str(got).split())
+    )
     assert f"with {got.best.variant}" in " ".join(str(got).split())
     other = got.why(got.best.layout, variant="pieces=1, overlap=off")
     assert "longer" in other or "as good" in other

@@ -30,7 +30,6 @@ from ..compat.quirks import with_bounded_queue
 from ..cost.flops import redundant_matmuls_despite_layout
 from ..global_arrays import global_array
 from ..lower import LOWERINGS
-from ..lower.derivatives import Lower, with_lowered_derivatives
 from ..plan.checks import dims_template
 from ..plan.plan import Arrival
 from ..plan_api import Plan
@@ -246,14 +245,12 @@ def lower_step(
     mesh: Mesh,
     options: StepOptions,
     names_off: Callable[[], AbstractContextManager[None]],
-    lower: Lower,
 ) -> CompiledStep:
     """The compiled step of a plan.
 
     Args:
       flat: the function, which runs unsharded where JAX runs op by op (``jax.debug_nans``), so that errors have the user's lines.
       names_off: returns a context in which constraints over dim and axis names have no effect, as on one device.
-      lower: plans and lowers derivatives.
 
     Raises:
       UnsupportedError: ordered effects on several devices, or an op without a local form.
@@ -266,10 +263,9 @@ def lower_step(
             fixes=["leave ordered=True out", "or call it outside of the step, with a result of the step"],
         )
     on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, with_auto_axes(mesh), bound=bound_axis_names())
-    derivable = with_lowered_derivatives(on_arrays, plan.program, lower)
     if AxisType.Explicit in mesh.axis_types:
         ins, outs = ([NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in side] for side in (ins, outs))
-        on_arrays, derivable = (with_auto_inside(fn, outs) for fn in (on_arrays, derivable))
+        on_arrays = with_auto_inside(on_arrays, outs)
     # equal shardings become one object, so that results passed in again compare by `is`
     same: dict[NamedSharding, NamedSharding] = {}
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
@@ -279,7 +275,7 @@ def lower_step(
         if at_top_level():  # JAX runs op by op: under disable_jit, or to find the op that made a NaN
             with names_off():
                 return jax.tree.leaves(flat(*xs))
-        return derivable(*xs)
+        return on_arrays(*xs)
 
     step.__name__ = getattr(flat.fn, "__name__", "step")
     how = {"in_shardings": tuple(ins), "out_shardings": list(outs), "donate_argnums": donated}

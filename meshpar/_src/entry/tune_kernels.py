@@ -22,6 +22,7 @@ from meshpar_kernels.tuning import MatmulKey
 from ...errors import CheckError, TargetError
 from ..console import console_of
 from ..progress import Counted, progress_line
+from ..report.document import shown_text
 from ..report.tables import GROUP, Cell, Table, number
 from ..units import format_seconds
 from .target import parse_options
@@ -112,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
             tables = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
     except ValueError as error:  # the file's
         raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
-    _show(tables, file, console)
+    _show(tables, file)
     return 0
 
 
@@ -175,7 +176,7 @@ def _tuned(key: MatmulKey, choices: Sequence[Any], bench: OpenBench, limit: floa
         return tuner.tune(measured, choices, limit=limit, done=done)
 
 
-def _show(tables: tuning.Table, file: Path, console: Console) -> None:
+def _show(tables: tuning.Table, file: Path) -> None:
     """Print a table of tuned tiles, with the measured and the analytic choice's milliseconds."""
     rows: list[list[Cell]] = []
     attributes: list[str] = []
@@ -193,4 +194,6 @@ def _show(tables: tuning.Table, file: Path, console: Console) -> None:
     columns = [("matmul", ""), ("rows, K, N", ""), ("options", ""), ("ms", "n"), ("analytic", "n")]
     title = f"tiles of the grouped matmuls: medians, also of the analytic choice; {file}"
     table = Table(columns, rows, title, attributes).terminal()
-    console.print(table if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry.")
+    print(
+        shown_text(table) if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry."
+    )
