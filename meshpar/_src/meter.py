@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from .compat.jax import compilations
+from .flax import flatten_named
 from .plan_api import Plan
 from .pods.audit import Audit, raise_faults
 from .runs import Goodput
@@ -279,9 +280,7 @@ class MlLog:
 
 def _scalars(metrics: Any) -> dict[str, float]:
     """The scalars of a tree of metrics, by their paths; a single one is the ``loss``."""
-    leaves = jax.tree_util.tree_flatten_with_path(metrics)[0]
-    named = {jax.tree_util.keystr(path, simple=True, separator="/") or "loss": x for path, x in leaves}
-    return {name: float(x) for name, x in named.items() if np.ndim(x) == 0}
+    return {x.path or "loss": float(x.value) for x in flatten_named(metrics) if np.ndim(x.value) == 0}
 
 
 _FORMATS: dict[str, tuple[str, Callable[[float], str], int]] = {

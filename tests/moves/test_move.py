@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar as mp
 from meshpar._src.moves import plan
+from meshpar._src.units import format_bytes
 
 DIMS = {"*/up": "layers embed mlp", "*/q": "layers embed heads head_dim", "norm": "embed"}
 FSDP, TENSOR = ("data=8", "embed: data"), ("model=8", "heads, mlp: model")
@@ -74,6 +75,12 @@ def test_arrays_say_where_they_are_and_host_arrays_are_copied(params):
     for given in (placed(params, FSDP), params, jax.device_get(params)):
         move = mp.move(given, target=TENSOR, dims=DIMS)
         equal(move(given), params)
+    size = sum(x.nbytes for x in jax.tree.leaves(params["layers"])) / 8 + params["norm"].nbytes
+    assert "source    host memory\n" in str(move)
+    assert (
+        f"receives  {format_bytes(size)} a device: what it needs and does not have, {format_bytes(size)} of it from"
+        in str(move)
+    )
     assert set(move.links) == {"host"}
     assert move.links["host"] == sum(x.nbytes for x in jax.tree.leaves(params["layers"])) / 8 + params["norm"].nbytes
 
@@ -230,6 +237,7 @@ def test_errors_of_a_call(params):
         ({"norm": source["norm"]}, "the tree has no `layers/"),
         (jax.tree.map(lambda x: x.astype(jnp.bfloat16), source), "planned for float32"),
         (placed(params, TENSOR), "was planned from"),
+        (jax.device_get(params), "is in host memory, and the move was planned from"),
     ):
         with pytest.raises(mp.errors.UnsupportedError, match=error):
             move(tree)

@@ -149,7 +149,9 @@ def _own_sharding(x: Any, path: str) -> NamedSharding | None:
     s = getattr(x, "sharding", None)
     if s is None and not isinstance(x, np.ndarray):
         raise UnsupportedError(
-            f"{path}: nothing says where it is", path=path, fixes=["source=(mesh, layout), or arrays"]
+            f"{path}: nothing says where it is",
+            path=path,
+            fixes=["source=(mesh, layout), or arrays in place of shapes"],
         )
     if s is None or isinstance(s, NamedSharding):
         return None if s is not None and s.memory_kind == "pinned_host" else s

@@ -164,12 +164,12 @@ class Move(MovePlan, Document):
                         f"{array.old_dtype}{list(operand.shape)}", path=path, shape=x.shape,
                         fixes=["plan another move: mp.move(params, …)"],
                     )  # fmt: skip
-                planned = operand.sharding
-                if array.route is not None and not x.sharding.is_equivalent_to(planned, x.ndim):
+                planned, has = operand.sharding, getattr(x, "sharding", None)
+                if array.route is not None and (has is None or not has.is_equivalent_to(planned, x.ndim)):
+                    where = "is in host memory" if has is None else f"has the sharding {getattr(has, 'spec', has)}"
                     raise UnsupportedError(
-                        f"{path} has the sharding {getattr(x.sharding, 'spec', x.sharding)}, and the move was planned from "
-                        f"{planned.spec}", path=path, shape=x.shape,
-                        fixes=["leave source= out: the move then starts from the shardings of the arrays"],
+                        f"{path} {where}, and the move was planned from {planned.spec}", path=path, shape=x.shape,
+                        fixes=["plan the move from these arrays, without source=: mp.move(arrays, target=…)"],
                     )  # fmt: skip
 
 

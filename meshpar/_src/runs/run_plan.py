@@ -232,7 +232,9 @@ class RunPlan(Document):
         o, sources = self.options, self._sources()
         values = format_duration(o.restart), format_duration(o.compile_time), format_seconds(self.best.job.save)
         texts = f"{o.mtbf / 3600:,.0f} h", *values, f"{format_bytes(o.bandwidth)}/s"
-        return [(k.replace("_", " "), f"{text}: {sources[k]}") for k, text in zip(SOURCES, texts, strict=True)]
+        prices = ", ".join(f"{price:g} for an hour of a {chip}" for chip, price in o.price.items())
+        out = [(k.replace("_", " "), f"{text}: {sources[k]}") for k, text in zip(SOURCES, texts, strict=True)]
+        return out + [("price", f"{prices}: given; costs are in the same currency")] * bool(prices)
 
     def _tables(self) -> list[Table]:
         """Days, goodput and cost of each topology; where the time goes; and saves, restarts and copies in memory."""
@@ -256,8 +258,9 @@ class RunPlan(Document):
         """The topology of the shortest run, and the cheapest one; then those that do not fit."""
         best, cheapest = self.best, self.cheapest
         cost = f", cost {format_count(best.cost.median)}" if best.cost else ""
-        every = format_duration(best.save_seconds[0])
-        lines = [f"{best.where}: {best.days.median:,.1f} days{cost}, with a save every {every}"] if best.fits else []
+        shortest, every = map(format_duration, best.save_seconds)
+        save = f"save every {every} (at most {100 * MAX_SAVE_LOSS:.0f} % longer than every {shortest})"
+        lines = [f"{best.where}: {best.days.median:,.1f} days{cost}; {save}"] if best.fits else []
         if cheapest is not None and cheapest != best and cheapest.cost:
             lines.append(f"the cheapest is {cheapest.where}: {format_count(cheapest.cost.median)}")
         return "; ".join([*lines, *(f"{r.where} does not fit into memory" for r in self.rows if not r.fits)])
@@ -304,21 +307,21 @@ def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
     days = r.days.text(f"{{:,.{1 if r.days.median < 100 else 0}f}}".format)
     run = {
         "step": cell(format_seconds, r.job.step),
-        "days (5–95 %)": number(days, r.days.median),
-        "goodput": cell(percent, r.goodput.median),
-        "failures": cell("{:,.0f}".format, r.failures.median),
+        "days: median (5–95 %)": number(days, r.days.median),
+        "median goodput": cell(percent, r.goodput.median),
+        "median failures": cell("{:,.0f}".format, r.failures.median),
     }
     if with_cost:
-        run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
+        run["cost: median (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
     every, at_most = r.save_seconds
     return {
         "": run,
-        "Where the time goes": {
+        "Where the time goes, mean of the runs": {
             name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)
         },
         "Saves and restarts": {
-            "save every": cell(format_duration, every),
-            "+1 %: every": cell(format_duration, at_most),
+            f"save every (+{100 * MAX_SAVE_LOSS:.0f} %)": cell(format_duration, at_most),
+            "shortest run": cell(format_duration, every),
             "checkpoint": cell(format_memory, r.checkpoint_bytes),
             "a restart": cell(format_duration, r.job.restart),
         },
@@ -371,8 +374,14 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
         raise UnsupportedError("a run needs a chip, for the seconds of a step", fixes=["topology='v5p:8x8x8'"])
     state = [x for x in plan.inputs if x.kind in ("params", "opt")]
     size = float(sum(math.prod(x.shape) * _dtype(x).itemsize for x in state))
-    if not size:
-        raise UnsupportedError(f"{title(plan)} has no parameters or optimizer state to save", fixes=["a train step"])
+    if not any(x.kind == "params" for x in state):
+        raise UnsupportedError(
+            f"no argument of {title(plan)} is recognised as the parameters, which a checkpoint has",
+            fixes=[
+                'call them `params`: an argument of this name, or {"params": …, "opt_state": …}',
+                "plan a train step",
+            ],
+        )
     device, chips, local = chip.per_device(), math.ceil(plan.mesh.size / chip.devices), sum(x.bytes for x in state)
     save = local / device.host_link if options.save_time is None else options.save_time
     disk, again, memory = size / (chips * options.bandwidth), options.restart + options.compile_time, local / device.dcn

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec as P
 
 from meshpar._src.verify.prove import prove_program
@@ -14,13 +15,32 @@ from meshpar._src.verify.prove import prove_program
 RNG = np.random.default_rng(0)
 
 
-def rows_of(table, index):
+def own(index, n):
+    """(an index in the device's block of ``n`` rows, whether it is there)."""
+    local = index - lax.axis_index("data") * n
+    return local, (local >= 0) & (local < n)
+
+
+def rows_of(table, shift=0):
     """Rows of a table that is sharded over `data`, as a partial sum."""
-    k, n = lax.axis_index("data"), table.shape[0]
-    local = index - k * n
-    mine = (local >= 0) & (local < n)
-    rows = table.at[jnp.where(mine, local, 0)].get(mode="clip")
+    local, mine = own(SLOTS + shift, table.shape[0])
+    rows = table.at[jnp.where(mine, local, 0)].get(mode="promise_in_bounds", wrap_negative_indices=False)
     return lax.psum(jnp.where(mine[:, None], rows, 0.0), "data")
+
+
+def written_to(cache, new, shift=0):
+    """A cache that is sharded over `data` along its slots, with rows at some of them."""
+    local, mine = own(SLOTS + shift, cache.shape[0])
+    return cache.at[jnp.where(mine, local, cache.shape[0])].set(new, mode="drop", wrap_negative_indices=False)
+
+
+def bits_of(x, step=2):
+    """The bits of the device's rows, which begin at ``step`` times its index, of [8, 4]."""
+    row = jnp.arange(2, dtype=jnp.uint32) + lax.axis_index("data").astype(jnp.uint32) * np.uint32(step)
+    count = row[:, None] * np.uint32(4) + jnp.arange(4, dtype=jnp.uint32)
+    words = jax.random.key_data(jax.random.key(3))
+    high, low = threefry2x32_p.bind(words[0], words[1], jnp.zeros_like(count), count)
+    return x + (high ^ low).astype(jnp.float32)
 
 
 def scan_of(x, w, reduce=lambda x: x):
@@ -31,6 +51,7 @@ def scan_of(x, w, reduce=lambda x: x):
     return lax.scan(body, jnp.zeros(w.shape[1], x.dtype), x)
 
 
+SLOTS = np.array([3, 15, 0, 9], np.int32)
 psum = functools.partial(lax.psum, axis_name="data")
 gather = functools.partial(lax.all_gather, axis_name="data", tiled=True)
 SWAPPED = [(j * 4 + i, i * 2 + j) for i in range(4) for j in range(2)]
@@ -61,13 +82,36 @@ CASES = {
         lambda x: x + 1, lambda x: lax.ppermute(x, ("data", "model"), SWAPPED) + 1,
         [P(("data", "model"))], P(("model", "data")), [(8, 4)], P(("data", "model")),
     ),
+    "rows of a table": (
+        lambda x: x.at[SLOTS].get(mode="promise_in_bounds", wrap_negative_indices=False), rows_of,
+        [P("data")], P(), [(16, 3)], P("data"),
+    ),
+    "slots of a cache": (
+        lambda x, new: x.at[SLOTS].set(new, mode="drop", wrap_negative_indices=False), written_to,
+        [P("data"), P()], P("data"), [(16, 3), (4, 3)], P(),
+    ),
+    "random bits": (
+        lambda x: x + jax.random.bits(jax.random.key(3), (8, 4)).astype(jnp.float32), bits_of,
+        [P("data")], P("data"), [(8, 4)], P(),
+    ),
     "scan": (scan_of, lambda x, w: scan_of(x, w, psum), [P(None, "data"), P("data")], P(), [(5, 8), (8, 6)], P("data")),
 }  # fmt: skip
+WRONG = {
+    "rows of a table": [lambda x: rows_of(x, 1)],
+    "slots of a cache": [lambda x, new: written_to(x, new, 1), lambda x, new: written_to(x, new, np.arange(4, dtype=np.int32))],
+    "random bits": [lambda x: bits_of(x, 1), lambda x: bits_of(x, 0)],
+    "block": [lambda x: jnp.exp(x)[:2]],
+    "iota": [lambda x: x * jnp.arange(2).astype(jnp.float32)[:, None]],
+    "maximum": [lambda x: jnp.max(x, 0), lambda x: psum(jnp.max(x, 0)), lambda x: -lax.pmax(-jnp.max(x, 0), "data")],
+    "contraction": [lambda x, w: lax.pmax(x @ w, "data"), lambda x, w: x @ w, lambda x, w: psum(x @ w) * 2],
+}  # fmt: skip
+"""Local forms that compute something else."""
 
 
-def programs(name, out=None):
+def programs(name, out=None, local=None):
     """(the function, its sharded form, arguments)."""
-    written, local, ins, outs, shapes, _ = CASES[name]
+    written, right, ins, outs, shapes, _ = CASES[name]
+    local = local or right
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     where = {"mesh": mesh, "in_specs": tuple(ins), "out_specs": outs if out is None else out, "check_vma": False}
     args = [jnp.asarray(RNG.integers(-3, 4, s), jnp.float32) for s in shapes]
@@ -97,14 +141,11 @@ def test_a_program_with_other_specs_is_not_proven(name):
     assert not proof.proven
 
 
-def test_rows_of_a_sharded_table_are_proven_for_every_index():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    where = {"mesh": mesh, "in_specs": (P("data"), P()), "out_specs": P(), "check_vma": False}
-    table, index = jnp.asarray(RNG.normal(size=(16, 3)), jnp.float32), jnp.asarray(RNG.integers(0, 16, 7))
-    written = lambda table, index: table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)  # noqa: E731
-    assert np.array_equal(jax.shard_map(rows_of, **where)(table, index), written(table, index))
-    wrong = lambda table, index: rows_of(table, index + 1)  # noqa: E731
-    assert not proof_of(written, jax.shard_map(wrong, **where), (table, index)).proven
+@pytest.mark.parametrize(("name", "local"), [(name, local) for name, locals in WRONG.items() for local in locals])
+def test_a_local_form_that_computes_something_else_is_not_proven(name, local):
+    written, sharded, args = programs(name, local=local)
+    assert not np.array_equal(jax.jit(sharded)(*args), written(*args))
+    assert not proof_of(written, sharded, args).proven
 
 
 def test_the_cause_has_the_op_the_reason_and_the_line():
@@ -116,6 +157,16 @@ def test_the_cause_has_the_op_the_reason_and_the_line():
     assert (cause.op, cause.refused) == ("tanh", True)
     assert "partial over data" in cause.reason
     assert "test_lemmas.py" in cause.line
+
+
+def test_a_result_that_is_another_value_is_a_cause_without_equations():
+    where = {"mesh": jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), "check_vma": False}
+    local = jax.shard_map(lambda x: jnp.sin(x), in_specs=P("data"), out_specs=P("data"), **where)
+    proof = proof_of(jnp.cos, local, [jnp.ones((8, 4))])
+    assert (proof.status, proof.share) == ("not verified", 1.0)
+    assert proof.failed == {proof.results[0].cause: 0}
+    assert "is not the value of the function as written: it has sin(" in str(proof)
+    assert "in place of cos(" in str(proof)
 
 
 def test_an_op_with_a_body_is_no_call():

@@ -1,4 +1,4 @@
-"""Loops and branches.
+"""Loops.
 
 A loop of the per-device program is verified against one of the function as it was written, of the same kind and length. The
 induction hypothesis relates each carry to a carry of the written loop, as a term of its own; the body must give the same
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .relation import Cause, Context, Contradiction, Rel, Unknown, Unverified, require
+from .relation import Cause, Context, Known, Rel, Unknown, Unverified, require
 from .term import Term, is_zero
 
 MAX_ROUNDS = 12
@@ -35,66 +35,75 @@ class Loop:
     condition: Term | None = None
 
 
-Run = Callable[[list[Rel | Unknown], bool], tuple[list[Rel | Unknown], list[Rel | Unknown]]]
-"""Walks the body for relations of the carries; the second argument: whether its equations are counted. Returns the relations of the
+Body = Callable[[Loop, Sequence[Known], bool], tuple[list[Known], list[Known]]]
+"""Walks the body for relations of the carries; the last argument: whether its equations are counted. Returns the relations of the
 carries after an iteration, and of the other results (of a while loop, the condition)."""
 
 
 def written_loop(
-    ctx: Context, key: Any, inits: Sequence[Rel], avals: Sequence[Any], run: Callable[[Loop], Run]
-) -> Loop:
-    """Register a loop of the function as it was written."""
-    ctx.depth += 1
-    number = ctx.depth
+    ctx: Context, key: Any, inits: Sequence[Known], avals: Sequence[Any], body: Body
+) -> tuple[Loop, list[Known], list[Known]]:
+    """Register a loop of the function as it was written.
+
+    Returns:
+      The loop, the relations of its carries, and those of the other results.
+    """
+    number = sum(map(len, ctx.loops.values()), 1)
     carries = [ctx.terms.make("carry", (number, k), (), a.shape, a.dtype) for k, a in enumerate(avals)]
-    loop = Loop(number, [r.term for r in inits], carries, [])
-    walked = run(loop)
-    while True:
-        nexts, others = walked([ctx.replicated(c, a.shape) for c, a in zip(loop.carries, avals, strict=True)], True)
-        for r in [*nexts, *others]:
-            require(isinstance(r, Rel), "a loop whose body is not understood")
-        loop.nexts = [r.term for r in nexts if isinstance(r, Rel)]
-        fixed = [
-            k
-            for k, (c, n) in enumerate(zip(loop.carries, loop.nexts, strict=True))
-            if c is n and c is not loop.inits[k]
-        ]
-        if not fixed:
-            break
-        for k in fixed:  # a carry that does not change is its initial value
-            loop.carries[k] = loop.inits[k]
-    if key[0] == "while":
-        (condition,) = others
-        assert isinstance(condition, Rel)
-        loop.condition = condition.term
+    loop = Loop(number, [r.term for r in inits if isinstance(r, Rel)], carries, [])
+    require(len(loop.inits) == len(carries), "a loop over values that are not understood")
     ctx.loops.setdefault(key, []).append(loop)
-    return loop
+    fixed = True
+    while fixed:
+        known: list[Known] = [ctx.replicated(c, a.shape) for c, a in zip(carries, avals, strict=True)]
+        nexts, others = body(loop, known, True)
+        require(all(isinstance(r, Rel) for r in [*nexts, *others]), "a loop whose body is not understood")
+        loop.nexts = [r.term for r in nexts if isinstance(r, Rel)]
+        fixed = [k for k, (c, n) in enumerate(zip(carries, loop.nexts, strict=True)) if c is n is not loop.inits[k]]
+        for k in fixed:  # a carry that does not change is its initial value
+            carries[k] = loop.inits[k]
+    if key[0] == "while":
+        (loop.condition,) = (r.term for r in others if isinstance(r, Rel))
+    return loop, known, others
 
 
-def finals(ctx: Context, loop: Loop, places: Sequence[int], guesses: Sequence[Rel | Unknown]) -> list[Rel | Unknown]:
+def element(ctx: Context, loop: Loop, r: Rel) -> Rel:
+    """The element of a stack in an iteration."""
+    require(not r.spec[0], "a loop over a dim that is sharded", refused=True)
+    if r.term.shape[0] == 1:
+        return r.of(ctx.terms.reshape(r.term, r.term.shape[1:]), r.shape[1:], r.spec[1:])
+    term = ctx.terms.make("elem", loop.number, (r.term,), r.term.shape[1:], r.term.dtype)
+    return r.of(term, r.shape[1:], r.spec[1:])
+
+
+def stacked(ctx: Context, loop: Loop, length: int, r: Rel) -> Rel:
+    """The results of all iterations."""
+    term = ctx.terms.make("stack", loop.number, (r.term,), (length, *r.term.shape), r.term.dtype)
+    return Rel(term, (length, *r.shape), ((), *r.spec), r.partial, r.kind)
+
+
+def finals(ctx: Context, loop: Loop, places: Sequence[int], guesses: Sequence[Known]) -> list[Known]:
     """The relations of the carries after a loop."""
 
-    def final(k: int, r: Rel) -> Rel:
-        if loop.carries[k] is loop.inits[k]:
-            return r
-        return replace(r, term=ctx.terms.make("final", (loop.number, k), (), r.term.shape, r.term.dtype))
+    out: list[Known] = []
+    for k, r in zip(places, guesses, strict=True):
+        if isinstance(r, Rel) and loop.carries[k] is not loop.inits[k]:
+            r = replace(r, term=ctx.terms.make("final", (loop.number, k), (), r.term.shape, r.term.dtype))
+        out.append(r)
+    return out
 
-    return [final(k, r) if isinstance(r, Rel) else r for k, r in zip(places, guesses, strict=True)]
 
-
-def places_of(loop: Loop, inits: Sequence[Rel | Unknown], avals: Sequence[Any]) -> list[int] | None:
+def places_of(loop: Loop, inits: Sequence[Known], avals: Sequence[Any]) -> list[int] | None:
     """For each carry of a per-device loop the carry of the written loop, in order, with the same initial value."""
-    out, k = [], 0
+    out: list[int] = []
     for r, aval in zip(inits, avals, strict=True):
-        while k < len(loop.inits):
+        for k in range(out[-1] + 1 if out else 0, len(loop.inits)):
             same = isinstance(r, Unknown) or r.term is loop.inits[k]
             if same and len(loop.carries[k].shape) == len(aval.shape) and loop.carries[k].dtype == str(aval.dtype):
+                out.append(k)
                 break
-            k += 1
-        if k == len(loop.inits):
+        else:
             return None
-        out.append(k)
-        k += 1
     return out
 
 
@@ -112,109 +121,69 @@ def invariants(
     ctx: Context,
     loop: Loop,
     places: Sequence[int],
-    inits: Sequence[Rel | Unknown],
+    inits: Sequence[Known],
     avals: Sequence[Any],
-    run: Run,
+    body: Body,
     cause: Cause,
-) -> tuple[list[Rel | Unknown], list[Rel | Unknown]]:
+) -> tuple[list[Known], list[Known]]:
     """(the relations of the carries that one iteration preserves, the relations of the other results)."""
-    terms = [loop.carries[k] for k in places]
 
-    def hypothesis(like: Rel, term: Term, aval: Any) -> Rel:
+    def hypothesis(like: Rel, k: int) -> Rel:
         """The relation to the carry of the written loop, sharded and partial as another value is."""
+        term, shape = loop.carries[places[k]], tuple(avals[k].shape)
         spec = tuple(a if n != 1 else () for a, n in zip(like.spec, term.shape, strict=True))
-        sizes = tuple(n * ctx.size(a) for n, a in zip(aval.shape, spec, strict=True))
+        sizes = tuple(n * ctx.size(a) for n, a in zip(shape, spec, strict=True))
         fits = all(n in (1, m) for n, m in zip(term.shape, sizes, strict=True))
-        require(fits, f"a carry of shape {list(aval.shape)} of one of shape {list(term.shape)}")
-        return Rel(term, tuple(aval.shape), spec, like.partial, like.kind)
+        require(fits, f"a carry of shape {list(shape)} of one of shape {list(term.shape)}")
+        return Rel(term, shape, spec, like.partial, like.kind)
 
-    guesses: list[Rel | Unknown] = []
-    for r, term, aval in zip(inits, terms, avals, strict=True):
-        constant = isinstance(r, Rel) and any(n == 1 != m for n, m in zip(r.term.shape, term.shape, strict=True))
-        guesses.append(r if isinstance(r, Unknown) or constant else hypothesis(r, term, aval))
+    def preserved(k: int, guess: Rel, after: Rel) -> Rel:
+        """The guess, or another one if an iteration does not preserve it.
+
+        Raises:
+          Unverified: there is none.
+        """
+        init, wanted, term = inits[k], loop.nexts[places[k]], loop.carries[places[k]]
+        assert isinstance(init, Rel)
+        if guess.term is not term or (guess.spec, guess.partial, guess.kind) != (after.spec, after.partial, after.kind):
+            guess = hypothesis(after, k)
+            require(starts_as(init, guess), f"carry {k} begins and ends an iteration differently", refused=True)
+        elif after.term is not wanted:
+            text = f"carry {k} is another value after an iteration than as written: {differs(after.term, wanted)}"
+            raise Unverified(text)
+        return guess
+
+    guesses = list(inits)
+    for k, r in enumerate(inits):
+        if isinstance(r, Rel):
+            constant = any(n == 1 != m for n, m in zip(r.term.shape, loop.carries[places[k]].shape, strict=True))
+            guesses[k] = r if constant else hypothesis(r, k)
     for _ in range(MAX_ROUNDS):
-        nexts, _ = run(guesses, False)
-        changed = False
-        for k, (init, guess, after, aval) in enumerate(zip(inits, guesses, nexts, avals, strict=True)):
-            if isinstance(guess, Unknown):
-                continue
-            assert isinstance(init, Rel)
-            new: Rel | Unknown = guess
-            if isinstance(after, Unknown):
-                new = after
-            elif guess.term is not terms[k] or (guess.spec, guess.partial, guess.kind) != (
-                after.spec,
-                after.partial,
-                after.kind,
-            ):
+        nexts, others = body(loop, guesses, False)
+        before = list(guesses)
+        for k, (guess, after) in enumerate(zip(before, nexts, strict=True)):
+            if isinstance(guess, Rel):
                 try:
-                    new = hypothesis(after, terms[k], aval)
-                    if not starts_as(init, new):
-                        new = Unknown(
-                            replace(cause, reason=f"carry {k} begins and ends an iteration differently", refused=True)
-                        )
+                    guesses[k] = after if isinstance(after, Unknown) else preserved(k, guess, after)
                 except Unverified as e:
-                    new = Unknown(replace(cause, reason=str(e)))
-            elif after.term is not loop.nexts[places[k]]:
-                where = differs(after.term, loop.nexts[places[k]])
-                new = Unknown(
-                    replace(cause, reason=f"carry {k} is another value after an iteration than as written: {where}")
-                )
-            if new != guess:
-                guesses[k], changed = new, True
-        if not changed:
-            return guesses, run(guesses, True)[1]
+                    guesses[k] = Unknown(replace(cause, reason=str(e), refused=e.refused))
+        if guesses == before:
+            return guesses, others
     raise Unverified("a loop without an invariant")
 
 
 def differs(found: Term, wanted: Term) -> str:
     """Where two terms differ: the operands that differ, as long as op and params agree."""
     while (found.op, found.params, len(found.args)) == (wanted.op, wanted.params, len(wanted.args)):
-        ours = [a for a in found.args if a not in wanted.args] or list(found.args)
-        theirs = [b for b in wanted.args if b not in found.args] or list(wanted.args)
-        pairs = [(a, b) for a in ours for b in theirs if a is not b and a.op == b.op] or list(
-            zip(ours, theirs, strict=False)
-        )
-        if not pairs:
+        ours = [a for a in found.args if a not in wanted.args]
+        theirs = [b for b in wanted.args if b not in found.args]
+        if not ours or not theirs:
             break
-        found, wanted = pairs[0]
+        found, wanted = next(((a, b) for a in ours for b in theirs if a.op == b.op), (ours[0], theirs[0]))
 
     def text(t: Term) -> str:
         args = ", ".join(f"{a.op}{list(a.shape)}" for a in t.args)
-        return f"{t.op}[{str(t.params)[:60]}]({args}) {t.dtype}{list(t.shape)}"
+        params = f"[{str(t.params)[:60]}]" * (found.op == wanted.op and found.params != wanted.params)
+        return f"{t.op}{params}({args}) {t.dtype}{list(t.shape)}"
 
-    return f"{text(found)}, as written {text(wanted)}"
-
-
-def chosen(
-    ctx: Context, index: Rel, results: Sequence[Sequence[Rel | Unknown]], avals: Sequence[Any]
-) -> list[Rel | Unknown]:
-    """The results of branches, of which all devices take the same one.
-
-    Raises:
-      Unverified: devices may take different branches.
-    """
-    require(not index.partial, "a branch by a partial value", refused=True)
-    require(not index.varying, "devices that take different branches")
-    out: list[Rel | Unknown] = []
-    for aval, *rels in zip(avals, *results, strict=True):
-        unknown = next((r for r in rels if isinstance(r, Unknown)), None)
-        if unknown is not None:
-            out.append(unknown)
-            continue
-        known = [r for r in rels if isinstance(r, Rel)]
-        shape = [1] * len(aval.shape)
-        spec: list[tuple[str, ...]] = [()] * len(aval.shape)
-        for d in range(len(shape)):
-            found = {(r.term.shape[d], r.spec[d]) for r in known if r.term.shape[d] != 1}
-            if len(found) > 1:
-                raise Contradiction(f"branches with results sharded differently along dim {d}")
-            if found:
-                ((shape[d], spec[d]),) = found
-        some = next((r for r in known if r.partial), known[0])
-        for r in known:
-            same = (r.partial, r.kind) == (some.partial, some.kind) or (is_zero(r.term) and some.kind == "sum")
-            require(same, "branches of which some give partial results", refused=True)
-        term = ctx.terms.make("cond", None, (index.term, *(r.term for r in known)), shape, aval.dtype)
-        out.append(Rel(term, tuple(aval.shape), tuple(spec), some.partial, some.kind))
-    return out
+    return f"it has {text(found)} in place of {text(wanted)}"

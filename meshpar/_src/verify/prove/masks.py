@@ -6,8 +6,10 @@ compared with the law that a lemma needs.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +20,7 @@ from .term import Term, Terms, is_zero, number_of
 
 MAX_VALUES = 1 << 25
 """Evaluated elements; a larger table is not verified."""
+INTEGERS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
 
 
 def _div(x: Any, y: Any) -> Any:
@@ -26,90 +29,81 @@ def _div(x: Any, y: Any) -> Any:
 
 
 POINTWISE: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "div": _div,
-    "rem": lambda x, y: x - _div(x, y) * y, "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-    "gt": np.greater, "ge": np.greater_equal, "and": np.bitwise_and, "or": np.bitwise_or, "not": np.logical_not,
-    "clamp": lambda lo, x, hi: np.minimum(np.maximum(x, lo), hi), "sign": np.sign,
+    "add": lambda *xs: functools.reduce(np.add, xs), "sub": np.subtract, "mul": np.multiply, "max": np.maximum,
+    "min": np.minimum, "div": _div, "rem": lambda x, y: x - _div(x, y) * y, "sign": np.sign, "convert": lambda x: x,
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "and": np.bitwise_and, "or": np.bitwise_or, "not": np.logical_not,
+    "clamp": lambda lo, x, hi: np.minimum(np.maximum(x, lo), hi),
     "select_n": lambda c, *xs: np.where(c, xs[1], xs[0]),
 }  # fmt: skip
-"""Ops of 64-bit integers and booleans that are evaluated."""
+"""Ops of integers and booleans that are evaluated."""
 
 
-def is_pointwise(term: Term) -> bool:
-    """Whether a term is evaluated from its operands; the others are leaves."""
-    if term.op in ("literal", "axis_index"):
-        return True
-    if term.op == "not":
-        return term.dtype == "bool"
-    if term.op == "convert":
-        return _integer(term) and _integer(term.args[0])
+def function_of(term: Term) -> Callable[..., Any] | None:
+    """How the value of an integer or boolean term follows from those of its operands, by element; None: it is a leaf."""
+    if not all(t.dtype in INTEGERS for t in (term, *term.args)):
+        return None
+    if term.op == "scale":
+        by: Any = term.params
+        return (lambda x: x * np.asarray(int(by)).astype(x.dtype)) if by.denominator == 1 else None
     if term.op == "reshape":
-        units = [n for n in term.shape if n != 1] == [n for n in term.args[0].shape if n != 1]
-        return units and _integer(term)
-    return (term.op in POINTWISE or term.op == "scale") and _integer(term) and len(term.args) <= 3
+        same = [n for n in term.shape if n != 1] == [n for n in term.args[0].shape if n != 1]
+        return (lambda x: x) if same else None
+    other = term.dtype != "bool" if term.op == "not" else term.op == "select_n" and len(term.args) != 3
+    return None if other else POINTWISE.get(term.op)
 
 
-def _integer(term: Term) -> bool:
-    return term.dtype in ("int32", "int64", "uint32", "bool", "int8", "int16", "uint8", "uint16")
-
-
-def parts(term: Term) -> Iterator[Term]:
-    """The terms that a term is evaluated from, leaves included, each once."""
+def parts(*terms: Term) -> Iterator[Term]:
+    """The terms that terms are evaluated from, leaves included, each once."""
     seen: set[int] = set()
-    stack = [term]
+    stack = list(terms)
     while stack:
         t = stack.pop()
         if t.number not in seen:
             seen.add(t.number)
             yield t
-            if is_pointwise(t):
+            if function_of(t) is not None:
                 stack.extend(t.args)
 
 
-def leaves(term: Term) -> list[Term]:
-    """The values that a term is evaluated from, apart from numbers and coordinates."""
-    return [t for t in parts(term) if not is_pointwise(t)]
+def leaves(*terms: Term) -> list[Term]:
+    """The values that terms are evaluated from, apart from numbers and coordinates."""
+    return [t for t in parts(*terms) if t.op not in ("literal", "axis_index") and function_of(t) is None]
 
 
-def evaluate(term: Term, at: Mapping[str, Any], values: Mapping[int, Any]) -> Any:
-    """The value of a term, by element, for coordinates ``at`` and values of its leaves."""
-    done: dict[int, Any] = dict(values)
-
-    def value(t: Term) -> Any:
-        if t.number not in done:
-            if t.op == "axis_index":
-                done[t.number] = at[str(t.params)]
-            elif t.op == "literal":
-                number = number_of(t)
-                require(number is not None, f"the number {t.params}")
-                done[t.number] = np.asarray(number)
-            elif t.op == "scale":
-                by: Any = t.params
-                require(by.denominator == 1, "a fraction of an integer")
-                done[t.number] = value(t.args[0]) * int(by)
-            elif t.op == "reshape":
-                done[t.number] = value(t.args[0])
-            elif t.op == "convert":
-                x = value(t.args[0])
-                done[t.number] = x != 0 if t.dtype == "bool" else np.asarray(x).astype(np.int64)
-            else:
-                require(is_pointwise(t), f"the value of {t.op} on each device")
-                done[t.number] = POINTWISE[t.op](*map(value, t.args))
-        return done[t.number]
-
-    return value(term)
-
-
-def table(ctx: Context, term: Term) -> tuple[tuple[str, ...], np.ndarray]:
-    """(axes, the value of a scalar for each device along them, the first axis major).
+def evaluate(
+    ctx: Context, axes: Sequence[str], terms: Sequence[Term], leaf: Term | None = None, values: Any = (0,)
+) -> list[np.ndarray]:
+    """The values of terms, by element: rows for the devices along axes, the first of them major, columns for values of their leaf.
 
     Raises:
-      Unverified: it depends on more than the coordinates.
+      Unverified: they depend on more, or have too many values.
     """
-    axes = tuple(a for a in ctx.sizes if a in term.axes)
-    require(not leaves(term), "an offset that depends on data and on the device")
-    at = ctx.coordinates(axes)
-    return axes, np.broadcast_to(np.asarray(evaluate(term, at, {})), (ctx.size(axes),))
+    shape, at = (ctx.size(axes), len(values)), ctx.coordinates(axes)
+    require(math.prod(shape) <= MAX_VALUES, "an index with too many values")
+    done = {} if leaf is None else {leaf.number: np.asarray(values).astype(leaf.dtype)[None]}
+
+    def value(t: Term) -> np.ndarray:
+        if t.number not in done:
+            number, function = number_of(t), function_of(t)
+            if t.op == "axis_index":
+                require(str(t.params) in at, "an index that depends on the device along another axis")
+                found = at[str(t.params)][:, None]
+            elif number is not None:
+                found = np.asarray([[number]])
+            else:
+                require(function is not None, "an index that depends on data and on the device")
+                assert function is not None
+                found = function(*map(value, t.args))
+            done[t.number] = np.asarray(found).astype(t.dtype)
+        return done[t.number]
+
+    return [np.broadcast_to(value(t), shape) for t in terms]
+
+
+def axes_of(ctx: Context, term: Term) -> tuple[str, ...]:
+    """The axes on whose coordinates a term depends, in the order of the mesh."""
+    return tuple(a for a in ctx.sizes if a in term.axes)
 
 
 def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) -> tuple[tuple[str, ...], int] | None:
@@ -122,12 +116,24 @@ def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) 
     return None
 
 
+def sharded_start(ctx: Context, start: Term, n: int, total: int) -> tuple[str, ...]:
+    """The axes along which ``start`` is ``n`` times the index of the device, so that slices of ``n`` of ``total`` are blocks; a
+    slice that begins beyond the last block is moved back to it. () if there are none."""
+    axes = axes_of(ctx, start)
+    if not axes or leaves(start) or ctx.size(axes) * n != total:
+        return ()
+    (offsets,) = evaluate(ctx, axes, [start])
+    order = order_of(ctx, axes, np.clip(offsets[:, 0], 0, total - n), n)
+    return () if order is None or order[1] else order[0]
+
+
 def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:
     """The relation of an elementwise result to a value that does not depend on coordinates, if a law gives one."""
-    if not rel.term.axes or not ctx.sizes:
-        return rel
     for law in (global_iota, masked):
-        found = law(ctx, rel, operands)
+        try:
+            found = law(ctx, rel, operands) if rel.term.axes else None
+        except Unverified:
+            continue
         if found is not None:
             return found
     return rel
@@ -135,139 +141,107 @@ def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:
 
 def global_iota(ctx: Context, rel: Rel, _: Sequence[Rel]) -> Rel | None:
     """iota(n) + n k, on the device k, is its block of iota(n K)."""
-    dims = [d for d, n in enumerate(rel.term.shape) if n != 1]
-    found = leaves(rel.term)
+    dims, found = [d for d, n in enumerate(rel.term.shape) if n != 1], leaves(rel.term)
     if len(dims) != 1 or len(found) != 1 or found[0].op != "iota" or rel.spec[dims[0]] or rel.term.dtype == "bool":
         return None
-    (d,), (leaf,), n = dims, found, rel.shape[dims[0]]
-    axes = tuple(a for a in ctx.sizes if a in rel.term.axes)
-    if ctx.size(axes) * n > MAX_VALUES or not is_pointwise(rel.term):
-        return None
-    at = {a: x[:, None] for a, x in ctx.coordinates(axes).items()}
-    values = np.broadcast_to(evaluate(rel.term, at, {leaf.number: np.arange(n)[None]}), (ctx.size(axes), n))
+    (d,), n, axes = dims, rel.shape[dims[0]], axes_of(ctx, rel.term)
+    (values,) = evaluate(ctx, axes, [rel.term], found[0], np.arange(n))
     order = order_of(ctx, axes, values[:, 0], n)
     if order is None or not (values == values[:, :1] + np.arange(n)).all():
         return None
-    shape = tuple(n * ctx.size(order[0]) if k == d else 1 for k in range(len(rel.shape)))
+    shape = tuple(n * ctx.size(axes) if k == d else 1 for k in range(len(rel.shape)))
     term = ctx.terms.make("iota", None, (), shape, rel.term.dtype)
     if order[1]:
-        base = ctx.terms.literal(order[1], rel.term.dtype, len(shape))
-        term = ctx.terms.make("add", (), (term, base), shape, rel.term.dtype, sort=True)
+        term = ctx.terms.add(term, ctx.terms.literal(order[1], rel.term.dtype, len(shape)))
     return replace(rel, term=term, spec=tuple(order[0] if k == d else () for k in range(len(shape))))
 
 
 def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
-    """Where exactly one device of a group has x, and the others 0, the sum over the group is x."""
+    """Where exactly one device of a group has x, and the others 0, the sum over the group is x. So each row of a sharded table is
+    on one device, which reads it; the others add 0."""
     if rel.term.op != "select_n" or len(operands) != 3:
         return None
     condition, *cases = operands
-    axes = condition.term.axes
+    mask = condition.term
     for x, zero, wanted in ((cases[1], cases[0], True), (cases[0], cases[1], False)):
-        if not axes or not is_zero(zero.term) or rel.partial & axes or axes & x.sharded:
+        term, partial = x.term, rel.partial | mask.axes
+        if not mask.axes or not is_zero(zero.term) or (rel.partial | x.sharded) & mask.axes:
             continue
         kind = "one" if zero.term.params == "-0.0" and not rel.partial else "sum"
-        if not leaves(condition.term) and not axes & x.term.axes and all(n == 1 for n in condition.term.shape):
-            names, chosen = table(ctx, condition.term)
+        if not mask.axes & term.axes and all(n == 1 for n in mask.shape) and not leaves(mask):
+            (chosen,) = evaluate(ctx, axes_of(ctx, mask), [mask])
             if (chosen == wanted).sum() == 1:
-                assert frozenset(names) == axes
-                return replace(rel, term=x.term, spec=x.spec, partial=rel.partial | axes, kind=kind)
-        if wanted and x.term.op == "gather_block" and x.term.axes <= axes | x.term.args[0].axes:
-            term = owned_gather(ctx, condition, x)
-            if term is not None:
-                return replace(rel, term=term, partial=rel.partial | axes, kind=kind)
+                return Rel(term, rel.shape, x.spec, partial, kind)
+        elif wanted and term.op == "gather_block":
+            rows = gathered(ctx, mask, term)
+            if rows is not None:
+                return Rel(rows, rel.shape, rel.spec, partial, kind)
     return None
 
 
-def index_values(terms: Sequence[Term], bound: int) -> tuple[Term, np.ndarray] | None:
-    """(the one leaf of terms, all values that it is evaluated at): every integer within the sum of all numbers in the terms, beyond
-    which no comparison changes, and the extremes of int32."""
-    found = {t.number: t for term in terms for t in leaves(term)}
-    if len(found) != 1:
+def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
+    """The rows of a sharded table, where each device masks those that it reads of its block."""
+    own: Any = block.params
+    axes, n, params, batch = own
+    table, local = block.args
+    if mask.axes != set(axes) or any(m != 1 and k not in batch for k, m in enumerate(mask.shape)):
         return None
-    limit = bound + sum(abs(int(number_of(t) or 0)) for term in terms for t in parts(term) if t.op == "literal")
-    if limit > MAX_VALUES >> 3:
-        return None
-    ends = np.iinfo(np.int32)
-    (leaf,) = found.values()
-    return leaf, np.concatenate([[ends.min, ends.min + 1], np.arange(-limit, limit + 1), [ends.max]]).astype(np.int64)
+
+    def made(index: Term, _: str) -> Term:
+        return ctx.terms.make("gather", params, (table, index), block.shape, block.dtype)
+
+    return owned_rows(ctx, axes, n, [str(dict(params)["mode"])], local, made, mask)
 
 
-def global_index(ctx: Context, local: Term, made: Callable[[Term], Term]) -> Iterator[tuple[Term, Term]]:
-    """(global index, the term ``made`` of it), for the index terms within a local index with which the function as written has
-    this term."""
+def owned_rows(
+    ctx: Context,
+    axes: tuple[str, ...],
+    n: int,
+    modes: Sequence[str],
+    local: Term,
+    made: Callable[[Term, str], Term],
+    mask: Term | None = None,
+) -> Term | None:
+    """The value ``made(index, mode)`` of the function as written, for an index among the terms within a local one, of which each
+    row is on one device: the one with it in its block of ``n`` rows, which accesses it at the local index.
+
+    Args:
+      modes: of the gather or scatter as written, for an index out of range.
+      mask: where a device gathers; None: a scatter, which drops indices out of range.
+    """
     for t in parts(local):
-        if not t.axes and t.dtype == local.dtype and np.prod(t.shape) == np.prod(local.shape):
+        if not t.axes and t.dtype == local.dtype and math.prod(t.shape) == math.prod(local.shape):
             index = ctx.terms.reshape(t, local.shape)
-            term = made(index)
-            if ctx.terms.is_known(term):
-                yield index, term
-
-
-def owned_gather(ctx: Context, condition: Rel, x: Rel) -> Term | None:
-    """Each row of a sharded table is on one device, which reads it; the others add 0."""
-    block: Any = x.term.params
-    operand, local = x.term.args
-    axes, _, n, params, batch = block
-    if any(m != 1 and k not in batch for k, m in enumerate(condition.term.shape)):
-        return None
-    total = n * ctx.size(axes)
-    for index, term in global_index(
-        ctx, local, lambda i: ctx.terms.make("gather", params, (operand, i), x.term.shape, x.term.dtype)
-    ):
-        found = index_values([condition.term, local, index], total)
-        if found is None or ctx.size(axes) * len(found[1]) > MAX_VALUES:
-            continue
-        leaf, values = found
-        at = {a: c[:, None] for a, c in ctx.coordinates(axes).items()}
-        if condition.term.axes != set(axes) or not local.axes <= set(axes):
-            continue
-        where = {leaf.number: values[None]}
-        own, row, wanted = (np.asarray(evaluate(t, at, where)) for t in (condition.term, local, index))
-        own, row, wanted = np.broadcast_arrays(own, row, wanted)
-        first = n * np.asarray(ctx.linear(axes, at))
-        mode = str(dict(params)["mode"])
-        inside = (wanted >= 0) & (wanted < total)
-        defined = inside if "PROMISE" in mode else np.ones_like(inside)
-        if "CLIP" in mode:
-            row, wanted = np.clip(row, 0, n - 1), np.clip(wanted, 0, total - 1)
-            inside = np.ones_like(inside)
-        right = np.where(inside, row + first == wanted, (row < 0) | (row >= n))
-        right &= np.where(inside, (row >= 0) & (row < n), True)
-        if ((own.sum(0) == 1) | ~defined.any(0)).all() and (right | ~own | ~defined).all():
-            return term
+            for mode in modes:
+                value = made(index, mode)
+                if ctx.terms.is_known(value) and _owned(ctx, axes, n, mode, local, t, mask):
+                    return value
     return None
 
 
-def owned_scatter(ctx: Context, axes: tuple[str, ...], n: int, mode: str, local: Term, index: Term) -> bool:
-    """Whether each device adds exactly the updates of its rows: those of other devices are out of range, and dropped."""
-    total = n * ctx.size(axes)
-    found = index_values([local, index], total)
-    if (
-        found is None
-        or ctx.size(axes) * len(found[1]) > MAX_VALUES
-        or "FILL" not in mode
-        or not local.axes <= set(axes)
-    ):
+def _owned(ctx: Context, axes: tuple[str, ...], n: int, mode: str, local: Term, index: Term, mask: Term | None) -> bool:
+    """The law of :func:`owned_rows`, for all values of the index: those within the sum of all numbers in the terms, beyond which no
+    comparison changes, and the extremes of int32."""
+    total, terms = n * ctx.size(axes), [local] if mask is None else [local, mask]
+    limit, ends = total + sum(abs(int(number_of(t) or 0)) for t in parts(*terms)), np.iinfo(np.int32)
+    if limit > MAX_VALUES:
         return False
-    leaf, values = found
-    at = {a: c[:, None] for a, c in ctx.coordinates(axes).items()}
-    row, wanted = (np.asarray(evaluate(t, at, {leaf.number: values[None]})) for t in (local, index))
-    first = n * np.asarray(ctx.linear(axes, at))
-    mine = (wanted >= first) & (wanted < first + n)
-    return bool(np.where(mine, row + first == wanted, (row < 0) | (row >= n)).all())
-
-
-def sharded_start(ctx: Context, start: Term, n: int, total: int) -> tuple[str, ...] | None:
-    """The axes along which ``start`` is ``n`` times the index of the device, so that slices of ``n`` of ``total`` are blocks; a
-    slice that begins beyond the last block is moved back to it."""
+    values = np.concatenate([[ends.min, ends.min + 1], np.arange(-limit, limit + 1), [ends.max]]).astype(index.dtype)
     try:
-        axes, offsets = table(ctx, start)
+        row, *masks = evaluate(ctx, axes, terms, index, values)
     except Unverified:
-        return None
-    if ctx.size(axes) * n > total:
-        return None
-    order = order_of(ctx, axes, np.clip(offsets, 0, total - n), n)
-    return None if order is None or order[1] or ctx.size(axes) * n != total else order[0]
+        return False
+    wanted = np.broadcast_to(values.astype(np.int64), row.shape)
+    first = n * np.asarray(ctx.linear(axes, ctx.coordinates(axes)))[:, None]
+    inside = (wanted >= 0) & (wanted < total)
+    defined = inside if "PROMISE" in mode else np.ones_like(inside)
+    if "CLIP" in mode:
+        row = np.clip(row, 0, n - 1) if masks else row
+        wanted, inside = np.clip(wanted, 0, total - 1), np.ones_like(inside)
+    in_block = (row >= 0) & (row < n)
+    right = np.where(inside, in_block & (row + first == wanted), ~in_block)
+    own, owners = (masks[0], 1) if masks else (in_block, inside[0])
+    return bool(((own.sum(0) == owners) | ~defined[0]).all() and (right | ~own | ~defined).all())
 
 
 def ordered(terms: Terms, x: Term, kind: str) -> Term:

@@ -11,8 +11,8 @@ Example: a device's rows ``x[2 * k : 2 * k + 2]`` of an ``x`` with 8 rows, on a 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,11 +25,15 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 class Unverified(Exception):
-    """No lemma gives a relation for the results of an equation."""
+    """No lemma gives a relation for the results of an equation.
 
+    Attributes:
+      refused: the relations of the operands do not fit together: no global value has these blocks.
+    """
 
-class Contradiction(Unverified):
-    """The relations of the operands do not fit together: no global value has these blocks."""
+    def __init__(self, reason: str, refused: bool = False):
+        super().__init__(reason)
+        self.refused = refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,15 @@ class Cause:
         return f"{self.op} ({self.line}): {self.reason}"
 
 
+Known = Rel | Unknown
+"""What is known of a value."""
+
+
+def mapped(fn: Callable[[Rel], Known], values: Iterable[Known]) -> list[Known]:
+    """The function of each relation; what is unknown stays so."""
+    return [r if isinstance(r, Unknown) else fn(r) for r in values]
+
+
 @dataclass(slots=True)
 class Context:
     """What lemmas need besides the operands.
@@ -108,7 +121,6 @@ class Context:
       sizes: axis → size, of the mesh axes that a program is in the ``shard_map`` of.
       loops: the loops of the function as it was written, by their kind and length.
       kernels: (name, numbers of the operands) → a kernel of the function as it was written.
-      assumed: name → number of calls of local forms of kernels.
       written: the equations are those of the function as it was written.
     """
 
@@ -116,19 +128,16 @@ class Context:
     sizes: Mapping[str, int] = field(default_factory=dict)
     loops: dict[Any, list[Any]] = field(default_factory=dict)
     kernels: dict[Any, JaxprEqn] = field(default_factory=dict)
-    assumed: Counter[str] = field(default_factory=Counter)
     written: bool = True
-    depth: int = 0
 
     def size(self, axes: Iterable[str]) -> int:
         """The number of devices along axes."""
-        n = 1
-        for a in axes:
-            n *= self.sizes[a]
-        return n
+        return math.prod(self.sizes[a] for a in axes)
 
-    def global_size(self, rel: Rel, d: int) -> int:
-        return rel.shape[d] * self.size(rel.spec[d])
+    def note(self, values: Iterable[Known]) -> None:
+        """Values of the function as it was written are known to the terms."""
+        if self.written:
+            self.terms.known.update(r.term.number for r in values if isinstance(r, Rel))
 
     def replicated(self, term: Term, shape: Sequence[int]) -> Rel:
         """The relation of a value that every device has."""
@@ -157,13 +166,7 @@ class Context:
 def require(condition: bool, reason: str, refused: bool = False) -> None:
     """Raise if a lemma does not apply."""
     if not condition:
-        raise (Contradiction if refused else Unverified)(reason)
-
-
-def not_partial(rels: Iterable[Rel], op: str) -> None:
-    """Refuse partial operands of an op that is not linear in them."""
-    for rel in rels:
-        require(not rel.partial, f"{op} of a value that is partial over {', '.join(sorted(rel.partial))}", refused=True)
+        raise Unverified(reason, refused)
 
 
 def aval_of(var: Any) -> Any:
@@ -171,9 +174,9 @@ def aval_of(var: Any) -> Any:
     return var.aval
 
 
-def out_shape(eqn: JaxprEqn, k: int = 0) -> tuple[int, ...]:
-    return tuple(aval_of(eqn.outvars[k]).shape)
+def out_shape(eqn: JaxprEqn) -> tuple[int, ...]:
+    return tuple(aval_of(eqn.outvars[0]).shape)
 
 
-def out_dtype(eqn: JaxprEqn, k: int = 0) -> Any:
-    return aval_of(eqn.outvars[k]).dtype
+def out_dtype(eqn: JaxprEqn) -> str:
+    return str(aval_of(eqn.outvars[0]).dtype)

@@ -68,8 +68,11 @@ class Terms:
     ) -> Term:
         """The term of an op; ``sort``: its operands commute."""
         args = tuple(args)
-        if op == "add" and "float" in str(dtype):  # (x + y) + z and x + (y + z) are one sum
+        if op == "add":  # (x + y) + z and x + (y + z) are one sum, of integers without the numbers 0
             args = tuple(t for a in args for t in (a.args if a.op == "add" and a.dtype == str(dtype) else (a,)))
+            args = tuple(a for a in args if is_float(dtype) or not is_zero(a)) or args[:1]
+            if len(args) == 1 and args[0].shape == tuple(shape):
+                return args[0]
         if sort:
             args = tuple(sorted(args, key=lambda t: t.number))
         shape, dtype = tuple(map(int, shape)), str(dtype)
@@ -86,7 +89,7 @@ class Terms:
     def literal(self, value: Any, dtype: Any, rank: int = 0) -> Term:
         """A number, broadcast to any shape of a rank."""
         x = np.asarray(value)
-        if str(dtype).startswith(("float", "bfloat")):
+        if is_float(dtype):
             x = x.astype(np.dtype(dtype)).astype(np.float64)
         elif str(dtype).startswith("int"):
             x = x.astype(np.dtype(dtype))
@@ -107,7 +110,7 @@ class Terms:
             x = x.args[0]
         if shape == x.shape:
             return x
-        if x.op in ("literal", "axis_index_at"):
+        if x.op == "literal" or (x.op == "iota" and math.prod(shape) in shape):
             return self.make(x.op, x.params, x.args, shape, x.dtype)
         return self.make("reshape", None, (x,), shape, x.dtype)
 
@@ -123,14 +126,19 @@ class Terms:
             return self.reshape(x, shape)
         return self.make("transpose", order, (x,), shape, x.dtype)
 
-    def scale(self, x: Term, by: Fraction, dtype: Any = None) -> Term:
+    def scale(self, x: Term, by: Fraction) -> Term:
         """A number times ``x``, exact in the reals."""
         if x.op == "scale":
             inner: Any = x.params
-            return self.scale(x.args[0], inner * by, x.dtype)
-        if x.op == "literal" and x.dtype.startswith(("float", "bfloat")) and math.isfinite(float(str(x.params))):
-            return self.literal(float(Fraction(float(str(x.params))) * by), x.dtype, len(x.shape))
-        return x if by == 1 else self.make("scale", by, (x,), x.shape, x.dtype)
+            return self.scale(x.args[0], inner * by)
+        number = number_of(x)
+        if number is not None and is_float(x.dtype) and math.isfinite(number):
+            return self.literal(float(Fraction(number) * by), x.dtype, len(x.shape))
+        return x if by == 1 or number == 0 else self.make("scale", by, (x,), x.shape, x.dtype)
+
+    def add(self, x: Term, y: Term) -> Term:
+        """The sum of terms of one rank."""
+        return self.make("add", (), (x, y), np.broadcast_shapes(x.shape, y.shape), x.dtype, sort=True)
 
     def expand(self, x: Term, dim: int, size: int) -> Term:
         """``x``, constant along ``dim``, with ``size`` elements there."""
@@ -145,31 +153,28 @@ class Terms:
         if x.dtype == dtype:
             return x
         number = number_of(x)
-        if number is not None and (
-            dtype.startswith(("float", "bfloat")) or (dtype.startswith("int") and "float" not in x.dtype)
-        ):
+        if number is not None and (is_float(dtype) or (dtype.startswith("int") and not is_float(x.dtype))):
             return self.literal(number, dtype, len(x.shape))
         return self.make("convert", None, (x,), x.shape, dtype)
 
 
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype, or its name, is of real floating-point numbers, also of the narrow ones that NumPy does not know."""
+    return str(dtype).startswith(("float", "bfloat"))
+
+
 def number_of(term: Term) -> float | int | bool | None:
-    """The number of a literal; None for other terms."""
-    if term.op != "literal":
+    """The number of a real literal; None for other terms."""
+    text, dtype = str(term.params), term.dtype
+    if term.op != "literal" or not (is_float(dtype) or "int" in dtype or dtype == "bool"):
         return None
-    text = str(term.params)
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        return int(text)
-    except ValueError:
-        try:
-            return float(text)
-        except ValueError:
-            return None
+    return float(text) if is_float(dtype) else text == "True" if dtype == "bool" else int(text)
 
 
 def is_zero(term: Term) -> bool:
-    """Whether a term is the literal 0."""
+    """Whether a term is the number 0 in all elements."""
+    while term.op == "expand":
+        (term,) = term.args
     return number_of(term) == 0
 
 

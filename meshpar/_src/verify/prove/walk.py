@@ -12,28 +12,23 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ...compat.jax import axes_of_spec, scan_counts, source_line, without_dead_code
 from . import loops
-from .lemmas import LEMMAS, family_of
+from .laws import act, axes_text, not_partial, partial_of
+from .lemmas import LOCAL_FORM, family_of, lemma_of
 from .lemmas.elementwise import SAME
-from .lemmas.kernel import on_blocks
 from .loops import Loop
-from .relation import Cause, Context, Contradiction, Rel, Unknown, Unverified, aval_of, require
+from .relation import Cause, Context, Known, Rel, Unknown, Unverified, aval_of, mapped, require
 from .report import Proof, Result
 from .term import Terms
 
-Known = Rel | Unknown
 CALLS = frozenset(
     "jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call custom_vmap_call".split()
 )
 """Primitives that compute their body; others may have a body as well, such as a reduction, and are ops."""
 
 
-KERNEL = "kernel of "
-"""Prefix of the name of a call that is the local form of a kernel."""
-
-
-def as_sum(r: Any) -> Any:
+def as_sum(r: Rel) -> Rel:
     """The relation, of kind ``one`` as the sum that it is."""
-    return replace(r, kind="sum") if isinstance(r, Rel) and r.kind == "one" else r
+    return replace(r, kind="sum") if r.kind == "one" else r
 
 
 class Walk:
@@ -42,16 +37,21 @@ class Walk:
     Attributes:
       ctx: terms, mesh and written loops.
       proven: family of lemmas → equations of the per-device program whose results have a relation.
+      kernels: name → calls of local forms of kernels.
       failed: why others have none.
+      unreached: equations that read their results.
       counting: whether equations are counted: not in the first walks of a loop body.
     """
 
     def __init__(self, ctx: Context):
         self.ctx = ctx
         self.proven: Counter[str] = Counter()
-        self.failed: dict[Cause, int] = {}
+        self.kernels: Counter[str] = Counter()
+        self.failed: Counter[Cause] = Counter()
         self.unreached = 0
         self.counting = True
+        self.bodies = {"scan": self.scan, "while": self.while_, "cond": self.cond, "shard_map": self.shard_map}
+        self.bodies.update(dict.fromkeys(CALLS, self.call))
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Known]) -> list[Known]:
         """The relations of the results of a jaxpr for those of its arguments."""
@@ -74,217 +74,171 @@ class Walk:
 
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
-        name = eqn.primitive.name
-        special = {"scan": self.scan, "while": self.while_, "cond": self.cond, "shard_map": self.shard_map}.get(name)
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr", eqn.params.get("call")))
+        name, fn = eqn.primitive.name, lemma_of(eqn)
+        unknown = next((r for r in rels if isinstance(r, Unknown)), None)
         try:
-            if special is not None:
-                return special(eqn, list(map(as_sum, rels)))
+            if fn is None and name in self.bodies:
+                return self.bodies[name](eqn, list(rels))
             if name in SAME:
                 self.count(eqn, "elementwise")
                 return list(rels)
-            if str(eqn.params.get("name", "")).startswith(KERNEL):
-                unknown = next((r for r in rels if isinstance(r, Unknown)), None)
-                if unknown is not None:
-                    return [unknown] * len(eqn.outvars)
-                own = str(eqn.params["name"]).removeprefix(KERNEL)
-                out = on_blocks(self.ctx, own, eqn, [r for r in rels if isinstance(r, Rel)])
-                self.ctx.assumed[own] += self.counting
-                self.count(eqn, "kernel")
-                return list(out)
-            if body is not None and name in CALLS:
-                closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, [])
-                return self.run(closed.jaxpr, closed.consts, rels)
-            unknown = next((r for r in rels if isinstance(r, Unknown)), None)
             if unknown is not None:
                 self.unreached += self.counting and not self.ctx.written
                 return [unknown] * len(eqn.outvars)
-            require(name in LEMMAS, "no lemma")
-            known = [r if name == "bitcast_convert_type" else as_sum(r) for r in rels if isinstance(r, Rel)]
-            out = LEMMAS[name](self.ctx, eqn, known)
-            for r, var in zip(out, eqn.outvars, strict=True):
-                assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
-                if self.ctx.written:
-                    self.ctx.terms.known.add(r.term.number)
-            self.count(eqn, family_of(name))
-            return list(out)
+            require(fn is not None, "no lemma")
+            assert fn is not None
+            keep = name == "bitcast_convert_type"
+            out = fn(self.ctx, eqn, [r if keep else as_sum(r) for r in rels if isinstance(r, Rel)])
         except Unverified as e:
-            terms = [r.term for r in rels if isinstance(r, Rel) and r.term.op != "literal"]
-            if not all(map(self.ctx.terms.is_known, terms)):  # perhaps blocks of values that are not in this form
-                e = Unverified(str(e))
-            return [self.unknown(eqn, e)] * len(eqn.outvars)
+            return [self.unknown(eqn, str(e), e.refused, rels)] * len(eqn.outvars)
+        for r, var in zip(out, eqn.outvars, strict=True):
+            assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
+        self.ctx.note(out)
+        self.count(eqn, family_of(fn))
+        return list(out)
 
     def count(self, eqn: JaxprEqn, family: str) -> None:
         if self.counting and not self.ctx.written:
             self.proven[family] += 1
+            if family == "kernel":
+                self.kernels[str(eqn.params["name"]).removeprefix(LOCAL_FORM)] += 1
 
-    def unknown(self, eqn: JaxprEqn, error: Unverified) -> Unknown:
-        """Record an equation that no lemma proves."""
-        if self.ctx.written:  # what is written has this value, and what is planned cannot be compared with it
-            cause = Cause(eqn.primitive.name, source_line(eqn), f"of the function as written: {error}")
-        else:
-            cause = self.cause(eqn, str(error), isinstance(error, Contradiction))
+    def unknown(self, eqn: JaxprEqn, reason: str, refused: bool = False, rels: Sequence[Known] = ()) -> Unknown:
+        """Record an equation that no lemma proves. It is refused only if its operands are values of the function as it was written:
+        others are perhaps blocks of values that are not in this form."""
+        terms, written = [r.term for r in rels if isinstance(r, Rel) and r.term.op != "literal"], self.ctx.written
+        refused = refused and not written and all(map(self.ctx.terms.is_known, terms))
+        reason = f"of the function as written: {reason}" if written else reason
+        cause = Cause(eqn.primitive.name, source_line(eqn), reason, refused)
         if self.counting:
-            self.failed[cause] = self.failed.get(cause, 0) + 1
+            self.failed[cause] += 1
         return Unknown(cause)
 
-    def cause(self, eqn: JaxprEqn, reason: str, refused: bool = False) -> Cause:
-        return Cause(eqn.primitive.name, source_line(eqn), reason, refused)
+    def call(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
+        """The results of the body of a call."""
+        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr", eqn.params.get("call")))
+        closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, [])
+        return self.run(closed.jaxpr, closed.consts, rels)
 
     # -- the mesh
 
     def shard_map(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         """Arguments as blocks by their specs; each result must be a block by its spec."""
-        p, outer = eqn.params, self.ctx.sizes
-        require(not outer, "a shard_map within another one")
+        p, jaxpr = eqn.params, eqn.params["jaxpr"]
+        require(not self.ctx.sizes, "a shard_map within another one")
         sizes = {str(a): int(n) for a, n in dict(p["mesh"].shape).items()}
-        self.ctx.sizes = sizes
 
         def spec_of(spec: Any, rank: int) -> tuple[tuple[str, ...], ...]:
             return tuple(tuple(a for a in axes if sizes[a] > 1) for axes in axes_of_spec(spec, rank))
 
+        self.ctx.sizes = sizes
         try:
-            args: list[Known] = []
-            for r, spec, var in zip(rels, p["in_specs"], p["jaxpr"].invars, strict=True):
-                if isinstance(r, Unknown):
-                    args.append(r)
-                    continue
-                axes = spec_of(spec, len(r.shape))
-                args.append(r.of(r.term, aval_of(var).shape, axes))
-            results = self.run(p["jaxpr"], (), args)
-            out: list[Known] = []
-            for k, (r, spec, var) in enumerate(zip(results, p["out_specs"], eqn.outvars, strict=True)):
-                if isinstance(r, Rel):
-                    r = self.result(eqn, k, r, spec_of(spec, len(r.shape)), tuple(aval_of(var).shape))
-                out.append(r)
-            return out
+            args = [
+                r if isinstance(r, Unknown) else r.of(r.term, aval_of(v).shape, spec_of(spec, len(r.shape)))
+                for r, spec, v in zip(rels, p["in_specs"], jaxpr.invars, strict=True)
+            ]
+            results = self.run(jaxpr, (), args)
+            return [
+                r if isinstance(r, Unknown) else self.result(eqn, k, r, spec_of(spec, len(r.shape)))
+                for k, (r, spec) in enumerate(zip(results, p["out_specs"], strict=True))
+            ]
         finally:
-            self.ctx.sizes = outer
+            self.ctx.sizes = {}
 
-    def result(self, eqn: JaxprEqn, k: int, r: Rel, spec: Any, shape: tuple[int, ...]) -> Known:
+    def result(self, eqn: JaxprEqn, k: int, r: Rel, spec: Any) -> Known:
         """The global value of a result that is sharded by its spec."""
-        refused = ""
-        if r.partial:
-            refused = f"result {k} is partial over {', '.join(sorted(r.partial))}"
+        refused = f"result {k} is partial over {axes_text(r.partial)}" if r.partial else ""
         for d, (have, want) in enumerate(zip(r.spec, spec, strict=True)):
             if r.term.shape[d] != 1 and have != want:
-                refused = (
-                    f"dim {d} of result {k} is sharded over {have or 'no axis'}, and its spec says {want or 'no axis'}"
-                )
+                refused = f"dim {d} of result {k} is sharded over {axes_text(have)}; its spec says {axes_text(want)}"
         if refused:
-            known = self.ctx.terms.is_known(r.term)
-            return self.unknown(eqn, Contradiction(refused) if known else Unverified(refused))
+            return self.unknown(eqn, refused, True, [r])
         if r.term.axes:
-            return self.unknown(eqn, Unverified(f"result {k} may depend on the device"))
-        return self.ctx.replicated(r.term, shape)
+            return self.unknown(eqn, f"result {k} may depend on the device")
+        return self.ctx.replicated(r.term, tuple(aval_of(eqn.outvars[k]).shape))
 
     # -- loops and branches
 
     def scan(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
-        p, terms = eqn.params, self.ctx.terms
-        (n, m), closed = scan_counts(p), p["jaxpr"]
-        consts, inits, stacks = rels[:n], rels[n : n + m], rels[n + m :]
+        p, rels = eqn.params, mapped(as_sum, rels)
+        (n, m), closed, length = scan_counts(p), p["jaxpr"], int(p["length"])
         avals = [aval_of(v) for v in closed.jaxpr.invars[n : n + m]]
-        length = int(p["length"])
 
-        def body(loop: Loop) -> loops.Run:
-            def element(r: Known) -> Known:
-                if isinstance(r, Unknown):
-                    return r
-                require(not r.spec[0], "a loop over a dim that is sharded", refused=True)
-                if r.term.shape[0] == 1:
-                    return r.of(terms.reshape(r.term, r.term.shape[1:]), r.shape[1:], r.spec[1:])
-                term = terms.make("elem", loop.number, (r.term,), r.term.shape[1:], r.term.dtype)
-                return r.of(term, r.shape[1:], r.spec[1:])
-
-            def run(carries: list[Known], counted: bool) -> tuple[list[Known], list[Known]]:
-                results = self.walked(closed, [*consts, *carries, *map(element, stacks)], counted)
-                return results[:m], results[m:]
-
-            return run
-
-        def stacked(loop: Loop, r: Known) -> Known:
-            if isinstance(r, Unknown):
-                return r
-            term = terms.make("stack", loop.number, (r.term,), (length, *r.term.shape), r.term.dtype)
-            if self.ctx.written:
-                terms.known.add(term.number)
-            return Rel(term, (length, *r.shape), ((), *r.spec), r.partial, r.kind)
+        def body(loop: Loop, carries: Sequence[Known], counted: bool) -> tuple[list[Known], list[Known]]:
+            elements = mapped(lambda r: loops.element(self.ctx, loop, r), rels[n + m :])
+            results = self.walked(closed, [*rels[:n], *carries, *elements], counted)
+            return results[:m], results[m:]
 
         key = "scan", length, bool(p["reverse"])
-        loop, places, guesses, ys = self.loop(eqn, key, inits, avals, body)
-        return [*loops.finals(self.ctx, loop, places, guesses), *(stacked(loop, y) for y in ys)]
+        loop, places, guesses, ys = self.loop(eqn, key, rels[n : n + m], avals, body)
+        stacks = mapped(lambda r: loops.stacked(self.ctx, loop, length, r), ys)
+        self.ctx.note(stacks)
+        return [*loops.finals(self.ctx, loop, places, guesses), *stacks]
 
     def while_(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
-        p = eqn.params
+        p, rels = eqn.params, mapped(as_sum, rels)
         n, m = p["cond_nconsts"], p["body_nconsts"]
         avals = [aval_of(v) for v in p["body_jaxpr"].jaxpr.invars[m:]]
 
-        def body(loop: Loop) -> loops.Run:
-            def run(carries: list[Known], counted: bool) -> tuple[list[Known], list[Known]]:
-                test = self.walked(p["cond_jaxpr"], [*rels[:n], *carries], counted)
-                return self.walked(p["body_jaxpr"], [*rels[n : n + m], *carries], counted), test
-
-            return run
+        def body(loop: Loop, carries: Sequence[Known], counted: bool) -> tuple[list[Known], list[Known]]:
+            test = self.walked(p["cond_jaxpr"], [*rels[:n], *carries], counted)
+            return self.walked(p["body_jaxpr"], [*rels[n : n + m], *carries], counted), test
 
         loop, places, guesses, (test,) = self.loop(eqn, ("while",), rels[n + m :], avals, body)
         if isinstance(test, Unknown):
             return [test] * len(eqn.outvars)
         require(not test.varying, "devices that take different numbers of iterations")
-        same = test.term is loop.condition
-        require(same, "a loop with another condition than as written")
+        require(test.term is loop.condition, "a loop with another condition than as written")
         return loops.finals(self.ctx, loop, places, guesses)
 
     def walked(self, closed: ClosedJaxpr, args: Sequence[Known], counted: bool) -> list[Known]:
         """The results of a body; its equations count only if ``counted``."""
-        outer = self.counting
-        self.counting = outer and counted
+        outer, self.counting = self.counting, self.counting and counted
         try:
             return self.run(closed.jaxpr, closed.consts, args)
         finally:
             self.counting = outer
 
-    def loop(self, eqn: JaxprEqn, key: Any, inits: list[Known], avals: Sequence[Any], body: Any) -> Any:
+    def loop(
+        self, eqn: JaxprEqn, key: Any, inits: list[Known], avals: Sequence[Any], body: loops.Body
+    ) -> tuple[Loop, Sequence[int], list[Known], list[Known]]:
         """(the written loop, its carries that are those of this one, their relations, the relations of the other results)."""
         if self.ctx.written:
-            known = [r for r in inits if isinstance(r, Rel)]
-            require(len(known) == len(inits), "a loop over values that are not understood")
-            loop = loops.written_loop(self.ctx, key, known, avals, body)
-            guesses = [self.ctx.replicated(c, a.shape) for c, a in zip(loop.carries, avals, strict=True)]
-            return loop, range(len(avals)), guesses, body(loop)(guesses, False)[1]
-        cause, best = self.cause(eqn, "a loop that the function as written does not have"), None
+            loop, known, others = loops.written_loop(self.ctx, key, inits, avals, body)
+            return loop, range(len(avals)), known, others
+        cause = Cause(eqn.primitive.name, source_line(eqn), "a loop that the function as written does not have")
+        found: list[tuple[int, Loop, list[int], list[Known]]] = []
         for loop in self.ctx.loops.get(key, ()):
             places = loops.places_of(loop, inits, avals)
-            if places is None:
-                continue
-            before = self.proven.copy(), dict(self.failed), self.unreached
-            guesses, others = loops.invariants(self.ctx, loop, places, inits, avals, body(loop), cause)
-            bad = sum(isinstance(g, Unknown) for g in [*guesses, *others])
-            bad += sum(
-                isinstance(y, Rel) and y.term.op != "literal" and not self.ctx.terms.is_known(y.term) for y in others
-            )
-            found = bad, (loop, places, guesses, others), (self.proven, self.failed, self.unreached)
-            self.proven, self.failed, self.unreached = before
-            if best is None or bad < best[0]:
-                best = found
-            if not bad:
-                break
-        require(best is not None, cause.reason)
-        assert best is not None
-        self.proven, self.failed, self.unreached = best[2]
-        for g in best[1][2]:
-            if isinstance(g, Unknown) and self.counting:
-                self.failed.setdefault(g.cause, 1)
-        return best[1]
+            if places is not None:
+                guesses, others = loops.invariants(self.ctx, loop, places, inits, avals, body, cause)
+                terms = [r.term for r in others if isinstance(r, Rel) and r.term.op != "literal"]
+                bad = sum(isinstance(r, Unknown) for r in [*guesses, *others])
+                bad += sum(not self.ctx.terms.is_known(t) for t in terms)
+                found.append((bad, loop, places, guesses))
+                if not bad:
+                    break
+        require(bool(found), cause.reason)
+        _, loop, places, guesses = min(found, key=lambda f: f[0])
+        causes = {g.cause for g in guesses if isinstance(g, Unknown)} if self.counting else set()
+        self.failed.update(causes - set(self.failed))
+        return loop, places, guesses, body(loop, guesses, True)[1]
 
     def cond(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
-        index, *operands = rels
+        """The results of branches, of which all devices take the same one."""
+        index, *operands = mapped(as_sum, rels)
         results = [self.run(b.jaxpr, b.consts, operands) for b in eqn.params["branches"]]
-        if isinstance(index, Unknown):
-            return [index] * len(eqn.outvars)
-        out = loops.chosen(self.ctx, index, results, [aval_of(v) for v in eqn.outvars])
-        if self.ctx.written:
-            self.ctx.terms.known.update(r.term.number for r in out if isinstance(r, Rel))
+        out: list[Known] = []
+        for var, *cases in zip(eqn.outvars, *results, strict=True):
+            known = [r for r in (index, *cases) if isinstance(r, Rel)]
+            if len(known) == 1 + len(cases):
+                not_partial(known[:1], "a branch")
+                require(not known[0].varying, "devices that take different branches")
+                ins, avals = [(), *[range(len(aval_of(var).shape))] * len(cases)], [aval_of(var)]
+                out += act(self.ctx, eqn, known, ins=ins, avals=avals, partial=partial_of(known[1:], "a branch"))
+            else:
+                out.append(next(r for r in (index, *cases) if isinstance(r, Unknown)))
+        self.ctx.note(out)
         self.count(eqn, "loops")
         return out
 
@@ -307,12 +261,11 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
     begin = time.process_time()
     ctx = Context(Terms())
     walk = Walk(ctx)
-    inputs: list[Known] = [
-        ctx.replicated(ctx.terms.make("input", k, (), aval_of(v).shape, aval_of(v).dtype), aval_of(v).shape)
-        for k, v in enumerate(written.jaxpr.invars)
-    ]
+    avals = [aval_of(v) for v in written.jaxpr.invars]
+    terms = [ctx.terms.make("input", k, (), a.shape, a.dtype) for k, a in enumerate(avals)]
+    inputs: list[Known] = [ctx.replicated(t, a.shape) for t, a in zip(terms, avals, strict=True)]
+    ctx.note(inputs)
     expected = walk.run(written.jaxpr, written.consts, inputs)
-    ctx.terms.known.update(r.term.number for r in inputs if isinstance(r, Rel))
     ctx.written, program = False, without_dead_code(program)
     found = walk.run(program.jaxpr, program.consts, inputs)
     results = []
@@ -323,8 +276,11 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
         elif isinstance(want, Unknown):
             results.append(Result(path, "not verified", want.cause))
         elif have.term is not want.term:
-            cause = Cause("result", path, f"another value than as written: {loops.differs(have.term, want.term)}")
+            cause = Cause(
+                "result", path, f"is not the value of the function as written: {loops.differs(have.term, want.term)}"
+            )
             results.append(Result(path, "not verified", cause))
         else:
             results.append(Result(path, "proven"))
-    return Proof(tuple(results), walk.proven, walk.failed, walk.unreached, ctx.assumed, time.process_time() - begin)
+    failed = {**walk.failed, **{r.cause: 0 for r in results if r.cause is not None and r.cause not in walk.failed}}
+    return Proof(tuple(results), walk.proven, failed, walk.unreached, walk.kernels, time.process_time() - begin)

@@ -5,4 +5,4 @@ raises :class:`Unverified` where its law does not apply. An op without a lemma i
 """
 
 from . import collective, contract, elementwise, index, kernel, random, reduce, shape
-from .table import LEMMAS, family_of
+from .table import LOCAL_FORM, family_of, lemma_of

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ..laws import axes_text
 from ..masks import bits_of, image_of
-from ..relation import Context, Rel, aval_of, out_shape, require
+from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
 from .table import lemma
 
 
@@ -23,10 +24,6 @@ def axes_of(eqn: JaxprEqn, ctx: Context) -> tuple[str, ...]:
     names = names if isinstance(names, tuple) else (names,)
     require(all(a in ctx.sizes for a in names), "a collective over an axis that is not of the mesh")
     return tuple(a for a in names if ctx.sizes[a] > 1)
-
-
-def text(axes: Sequence[str]) -> str:
-    return ", ".join(sorted(axes))
 
 
 @lemma("psum", "psum_invariant")
@@ -41,8 +38,8 @@ def summed(ctx: Context, x: Rel, axes: Sequence[str]) -> Rel:
         x = replace(x, kind="sum")
     require(not x.partial or x.kind == "sum", f"a sum of a partial {x.kind}", refused=True)
     over = set(axes)
-    sharded = over & (x.sharded - x.partial)
-    require(not sharded, f"a sum over {text(list(sharded))}, over which its operand is sharded", refused=True)
+    sharded = over & x.sharded
+    require(not sharded, f"a sum over {axes_text(sharded)}, over which its operand is sharded", refused=True)
     require(not over & x.term.axes, "a sum of values that depend on the device")
     x = replace(x, term=ctx.terms.scale(x.term, Fraction(ctx.size(over - x.partial))))
     return replace(x, partial=x.partial - over)
@@ -55,11 +52,8 @@ def pmax(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     for x in rels:
         image = x.kind == kind + "*" and x.partial <= axes and image_of(ctx.terms, x.term, kind) is not None
         require(not x.partial & axes or x.kind == kind or image, f"a {kind}imum of a partial {x.kind}", refused=True)
-        require(
-            not axes & (x.sharded | x.term.axes) - x.partial,
-            "an extremum over axes over which it is sharded",
-            refused=True,
-        )
+        differs = axes & (x.sharded | x.term.axes)
+        require(not differs, f"a {kind}imum over {axes_text(differs)}, over which it is sharded", refused=True)
         left = x.partial - axes
         out.append(replace(x, partial=left, kind=x.kind if left else "sum"))
     return out
@@ -102,7 +96,9 @@ def reduce_scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel
 
 def blocks(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
     """Each device keeps its block of a dim."""
-    require(not set(axes) & x.varying, f"blocks over {text(axes)} of a value that differs along them", refused=True)
+    require(
+        not set(axes) & x.varying, f"blocks over {axes_text(axes)} of a value that differs along them", refused=True
+    )
     spec = tuple((*s, *axes) if k == d and x.term.shape[d] != 1 else s for k, s in enumerate(x.spec))
     return replace(x, spec=spec, shape=shape)
 
@@ -125,44 +121,33 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 @lemma("ppermute")
 def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Each device gets the value of another one: the blocks of the same value in another order, if they are those of a spec."""
-    (x,), axes = rels, eqn.params["axis_name"]
-    axes = axes if isinstance(axes, tuple) else (axes,)
-    source = dict.fromkeys(range(ctx.size(axes)), -1) | {int(t): int(s) for s, t in eqn.params["perm"]}
-    sources = np.array([source[k] for k in range(ctx.size(axes))])
+    (x,), axes = rels, axes_of(eqn, ctx)
+    sources = np.full(ctx.size(axes), -1)
+    for source, target in eqn.params["perm"]:
+        sources[target] = source
     require(bool((sources >= 0).all()), "a permutation in which some devices receive zeros")
     require(not x.partial & set(axes), "a permutation of a partial value")
     require(not x.term.axes & set(axes), "a permutation of values that depend on the device")
-    spec: list[tuple[str, ...]] = []
     at = ctx.coordinates(axes)
     sent = {a: c[sources] for a, c in at.items()}
-    for have in x.spec:
-        inside = [a for a in have if a in axes]
-        if not inside:
-            spec.append(have)
-            continue
+
+    def received(have: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes of a dim after the permutation."""
+        if not set(have) & set(axes):
+            return have
         require(set(have) <= set(axes), "a permutation of some of the axes of a dim")
-        block = np.asarray(ctx.linear(have, sent))
-        candidates = itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1))
-        found = next(
-            (c for c in candidates if ctx.size(c) == ctx.size(have) and np.all(ctx.linear(c, at) == block)), None
-        )
-        require(found is not None, "a permutation whose blocks are not those of a spec")
-        assert found is not None
-        spec.append(found)
-    return [replace(x, spec=tuple(spec))]
+        for order in itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1)):
+            if ctx.size(order) == ctx.size(have) and np.all(ctx.linear(order, at) == ctx.linear(have, sent)):
+                return order
+        raise Unverified("a permutation whose blocks are not those of a spec")
+
+    return [replace(x, spec=tuple(map(received, x.spec)))]
 
 
 @lemma("axis_index")
 def axis_index(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The coordinate of the device along an axis."""
-    name = eqn.params["axis_name"]
-    names = name if isinstance(name, tuple) else (name,)
-    require(all(a in ctx.sizes for a in names), "the index along an axis that is not of the mesh")
-    terms, dtype = ctx.terms, aval_of(eqn.outvars[0]).dtype
-    index = terms.literal(0, dtype)
-    for a in names:
-        if ctx.sizes[a] > 1:
-            one = terms.make("axis_index", a, (), (), dtype)
-            scaled = terms.scale(index, Fraction(ctx.sizes[a]))
-            index = one if index.op == "literal" else terms.make("add", (), (scaled, one), (), dtype, sort=True)
+    terms, dtype, index = ctx.terms, out_dtype(eqn), ctx.terms.literal(0, out_dtype(eqn))
+    for a in axes_of(eqn, ctx):
+        index = terms.add(terms.scale(index, Fraction(ctx.sizes[a])), terms.make("axis_index", a, (), (), dtype))
     return [ctx.replicated(index, ())]

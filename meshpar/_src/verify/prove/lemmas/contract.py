@@ -8,59 +8,45 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..laws import act, one_partial
+from ..relation import Context, Rel, out_dtype, require
 from ..term import Term, frozen
 from .table import lemma
 
-
-def together(rels: Sequence[Rel], dims: Sequence[int], what: str) -> tuple[int, tuple[str, ...]]:
-    """(global size, axes) of one dim of several operands, which are sharded alike along it."""
-    found = {(r.term.shape[d], r.spec[d]) for r, d in zip(rels, dims, strict=True) if r.term.shape[d] != 1}
-    names = " and ".join(sorted("×".join(axes) or "no axis" for _, axes in found))
-    require(len(found) <= 1, f"{what} sharded over {names}", refused=True)
-    return found.pop() if found else (1, ())
+Pairs = Sequence[tuple[int, int]]
 
 
-def one_partial(x: Rel, y: Rel, op: str) -> Rel | None:
-    """The partial operand of a bilinear op, of which at most one is."""
-    require(not (x.partial and y.partial), f"{op} of two partial values", refused=True)
-    some = x if x.partial else y if y.partial else None
-    require(some is None or some.kind == "sum", f"{op} of a partial extremum", refused=True)
-    return some
+def with_sizes(ctx: Context, x: Rel, y: Rel, contracted: Pairs) -> tuple[Rel, Rel]:
+    """The operands; where both are constant along a contracted dim, with its size, on which the sum depends."""
+    for i, j in contracted:
+        if x.term.shape[i] == y.term.shape[j] == 1:
+            x, y = ctx.expanded(x, [i]), ctx.expanded(y, [j])
+    return x, y
+
+
+def summed(result: Rel, x: Rel, y: Rel, contracted: Pairs, op: str) -> list[Rel]:
+    """The result of a product: partial as one of the operands is, and over the axes of the contracted dims."""
+    over = frozenset(a for i, j in contracted for a in x.spec[i] + y.spec[j])
+    some = one_partial((x, y), op)
+    own = some.partial if some else frozenset()
+    require(not own & over, f"{op} that sums over axes that an operand is partial over", refused=True)
+    return [replace(result, partial=own | over)]
 
 
 @lemma("dot_general")
 def dot_general(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Σ_k x[b, i, k] y[b, k, j]: sharded along b, i and j as the operands are; partial over the axes of k."""
-    x, y = rels
     (xc, yc), (xb, yb) = eqn.params["dimension_numbers"]
-    some = one_partial(x, y, "a matmul")
-    summed: set[str] = set()
-    for i, j in zip(xc, yc, strict=True):
-        if x.term.shape[i] == y.term.shape[j] == 1:
-            x, y = ctx.expanded(x, [i]), ctx.expanded(y, [j])
-        _, axes = together((x, y), (i, j), "a contracted dim")
-        summed |= set(axes)
-    batch = [together((x, y), d, "a batch dim") for d in zip(xb, yb, strict=True)]
-    free = [[d for d in range(len(r.shape)) if d not in c and d not in b] for r, c, b in ((x, xc, xb), (y, yc, yb))]
-    spec = [axes for _, axes in batch] + [r.spec[d] for r, dims in zip((x, y), free, strict=True) for d in dims]
-    params = frozen(
-        {k: v for k, v in eqn.params.items() if k not in ("dimension_numbers", "out_sharding") and v is not None}
-    )
-    labels = [[""] * len(x.shape), [""] * len(y.shape)]
-    for k, (i, j) in enumerate(zip(xc, yc, strict=True)):
-        labels[0][i] = labels[1][j] = f"c{k}"
-    for k, (i, j) in enumerate(zip(xb, yb, strict=True)):
-        labels[0][i] = labels[1][j] = f"b{k}"
-    for side, dims in enumerate(free):
-        for d in dims:
-            labels[side][d] = f"f{side}.{d}"
-    out = [f"b{k}" for k in range(len(xb))] + [f"f{side}.{d}" for side, dims in enumerate(free) for d in dims]
-    term = einsum(ctx, (x.term, y.term), labels, out, params, out_dtype(eqn))
-    result = Rel(term, out_shape(eqn), tuple(a if n != 1 else () for a, n in zip(spec, term.shape, strict=True)))
-    overlap = summed & (some.partial if some else frozenset())
-    require(not overlap, "a contraction over axes that an operand is partial over", refused=True)
-    return [replace(result, partial=frozenset(summed) | (some.partial if some else frozenset()))]
+    x, y = with_sizes(ctx, *rels, pairs := list(zip(xc, yc, strict=True)))
+    labels = [[f"{side}{d}" for d in range(len(r.shape))] for side, r in zip("xy", rels, strict=True)]
+    for kind, dims in (("c", pairs), ("b", zip(xb, yb, strict=True))):
+        for k, (i, j) in enumerate(dims):
+            labels[0][i] = labels[1][j] = f"{kind}{k}"
+    out = [f"b{k}" for k in range(len(xb))] + [n for n in labels[0] + labels[1] if n[0] in "xy"]
+    params = {k: v for k, v in eqn.params.items() if k not in ("dimension_numbers", "out_sharding") and v is not None}
+    term = einsum(ctx, (x.term, y.term), labels, out, frozen(params), out_dtype(eqn))
+    (result,) = act(ctx, eqn, [x, y], ins=labels, outs=[out], term=term)
+    return summed(result, x, y, pairs, "a matmul")
 
 
 def einsum(
@@ -71,66 +57,43 @@ def einsum(
     In normal form the operands are not transposed and in the order of their numbers, and the labels are numbered as they occur.
     """
     sides: list[tuple[Term, list[str]]] = []
+    sizes: dict[str, int] = {}
     for term, names in zip(args, labels, strict=True):
+        for n, size in zip(names, term.shape, strict=True):
+            sizes[n] = max(sizes.get(n, 1), size)
         if term.op == "transpose":
             order: Any = term.params
-            undone: list[str] = [names[order.index(d)] for d in range(len(order))]
-            sides.append((term.args[0], undone))
+            sides.append((term.args[0], [names[order.index(d)] for d in range(len(order))]))
         else:
             sides.append((term, list(names)))
-    sizes = {n: max(s, 1) for term, names in sides for n, s in zip(names, term.shape, strict=True)}
-    for term, names in sides:
-        for n, s in zip(names, term.shape, strict=True):
-            sizes[n] = max(sizes[n], s)
 
-    def form(sides: Sequence[tuple[Term, list[str]]]) -> tuple[Any, list[str]]:
-        number: dict[str, int] = {}
-        for _, names in sides:
-            for n in names:
-                number.setdefault(n, len(number))
-        key = tuple(tuple(number[n] for n in names) for _, names in sides)
-        return key, [n for n in number if n in out]
+    def numbered(sides: Sequence[tuple[Term, list[str]]]) -> Any:
+        number = {n: k for k, n in enumerate(dict.fromkeys(n for _, names in sides for n in names))}
+        return tuple(tuple(number[n] for n in names) for _, names in sides)
 
-    orders = [sides, sides[::-1]]
-    if sides[0][0] is sides[1][0]:
-        chosen = min(orders, key=lambda s: form(s)[0])
-    else:
-        chosen = min(orders, key=lambda s: s[0][0].number)
-    key, natural = form(chosen)
-    kept = tuple(n for n, name in enumerate(dict.fromkeys(n for _, names in chosen for n in names)) if name in out)
-    shape = [sizes[n] for n in natural]
-    term = ctx.terms.make("einsum", (key, kept, params), (chosen[0][0], chosen[1][0]), shape, dtype)
+    chosen = min(sides, sides[::-1], key=lambda s: (s[0][0].number, numbered(s)))
+    natural = dict.fromkeys(n for _, names in chosen for n in names)
+    kept = tuple(k for k, n in enumerate(natural) if n in out)
+    natural = [n for n in natural if n in out]
+    params = numbered(chosen), kept, params
+    term = ctx.terms.make("einsum", params, [t for t, _ in chosen], [sizes[n] for n in natural], dtype)
     return ctx.terms.transpose(term, [natural.index(n) for n in out])
 
 
 @lemma("conv_general_dilated")
 def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A matmul over the input features, for each offset of the window; batch and output features are carried along."""
-    x, y = rels
     p = eqn.params
-    some = one_partial(x, y, "a convolution")
     numbers = p["dimension_numbers"]
-    (xb, xf, *xs), (yo, yi, *ys), (ob, of, *_) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-    groups = p["feature_group_count"], p["batch_group_count"]
-    x, y = ctx.expanded(x, [xb, xf, *xs]), ctx.expanded(y, [yo, yi, *ys])
-    for r, dims in ((x, xs), (y, ys)):
-        for d in dims:
-            require(not r.spec[d], f"a window along dim {d}, which is sharded over {', '.join(r.spec[d])}")
-    if groups == (1, 1):
-        require(x.spec[xf] == y.spec[yi], "input features sharded differently")
-        summed = x.spec[xf]
-    else:
-        require(not any(r.spec[d] for r, d in ((x, xb), (x, xf), (y, yo), (y, yi))), "sharded groups of features")
-        summed = ()
-    shape = list(out_shape(eqn))
-    spec: list[tuple[str, ...]] = [()] * len(x.shape)
-    for d, r, k in ((ob, x, xb), (of, y, yo)):
-        spec[d] = r.spec[k]
-        shape[d] *= ctx.size(spec[d])
+    pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
+    x, y = with_sizes(ctx, *rels, pairs)
+    window = [f"w{k}" for k in range(len(numbers.lhs_spec) - 2)]
+    labels = []
+    for dims, names in ((numbers.lhs_spec, "bi"), (numbers.rhs_spec, "oi"), (numbers.out_spec, "bo")):
+        label = dict(zip(dims, [*names, *window], strict=True))
+        labels.append([label[d] for d in range(len(dims))])
+    grouped = (p["feature_group_count"], p["batch_group_count"]) != (1, 1)
+    whole = [*window, *"bio"] if grouped else window
     params = frozen({k: str(v) if k == "dimension_numbers" else v for k, v in p.items() if v is not None})
-    term = ctx.terms.make("conv", params, (x.term, y.term), shape, out_dtype(eqn))
-    own = some.partial if some else frozenset()
-    require(not own & set(summed), "a sum over axes that an operand is partial over", refused=True)
-    partial = frozenset(summed) | own
-    spec = [a if n != 1 else () for a, n in zip(spec, shape, strict=True)]
-    return [Rel(term, out_shape(eqn), tuple(spec), partial)]
+    (result,) = act(ctx, eqn, [x, y], ins=labels[:2], outs=labels[2:], whole=whole, params=params)
+    return summed(result, x, y, pairs, "a convolution")

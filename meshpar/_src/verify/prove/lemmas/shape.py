@@ -6,12 +6,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from ..laws import act, axes_text, partial_of
 from ..relation import Context, Rel, aval_of, out_dtype, out_shape, require
-from ..term import is_zero
 from .table import lemma
 
 
@@ -79,20 +78,14 @@ def _reshapes(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Iterator[tuple[li
             constant.append((before, before * n))
         digits += [(before, a) for a in axes]
         before *= n
-    starts, before = [], 1
+    starts, free, before = [], [], 1
     for n in shape:
         starts.append(before)
+        over = [(a, b) for a, b in constant if n > 1 and a < before * n and before < b]
+        if any(before < a or b < before * n for a, b in over):
+            return  # a dim of the result is constant in part
+        free.append(bool(over))
         before *= n
-    free = []
-    for n, start in zip(shape, starts, strict=True):
-        inside = [c for c in constant if c[0] < start * n and c[1] > start]
-        whole = all((c[0] <= start and start * n <= c[1]) or _ones(c, start, n) for c in inside)
-        if n > 1 and inside and not (whole and any(c[0] <= start and start * n <= c[1] for c in inside)):
-            return
-        free.append(n > 1 and bool(inside))
-    for c in constant:  # a constant dim is made of dims of the result
-        if c[0] not in [*starts, before] or c[1] not in [*starts, before]:
-            return
     choices = [[d for d, s in enumerate(starts) if s == at and not free[d]] for at, _ in digits]
     for places in itertools.product(*choices):
         if list(places) != sorted(places):
@@ -103,10 +96,6 @@ def _reshapes(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Iterator[tuple[li
         yield [1 if free[d] else n * ctx.size(spec[d]) for d, n in enumerate(shape)], spec
 
 
-def _ones(constant: tuple[int, int], start: int, n: int) -> bool:
-    return constant[0] >= start * n or constant[1] <= start
-
-
 @lemma("transpose")
 def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Dims with their specs, in another order."""
@@ -114,44 +103,11 @@ def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     return [x.of(ctx.terms.transpose(x.term, order), out_shape(eqn), [x.spec[d] for d in order])]
 
 
-def carried(
-    ctx: Context,
-    eqn: JaxprEqn,
-    x: Rel,
-    dims: Sequence[int],
-    params: Any,
-    constant: bool = False,
-    args: Sequence[Rel] = (),
-) -> list[Rel]:
-    """The results of an op that acts along dims, which must not be sharded, and carries the others along.
-
-    Args:
-      dims: the dims that the op acts along; the result has them at the same position.
-      params: of the op, without sizes of the other dims.
-      constant: the result is constant where the operand is.
-      args: further operands, of the term only.
-    """
-    for d in dims:
-        require(not x.spec[d], f"it acts along dim {d}, which is sharded over {', '.join(x.spec[d])}")
-    if not constant:
-        x = ctx.expanded(x, dims)
-    out = []
-    for k, var in enumerate(eqn.outvars):
-        sizes = [
-            aval_of(var).shape[d] if d in dims and (n != 1 or not constant) else n for d, n in enumerate(x.term.shape)
-        ]
-        numbered = params if len(eqn.outvars) == 1 else (*params, k)
-        terms = (x.term, *(a.term for a in args))
-        term = ctx.terms.make(eqn.primitive.name, numbered, terms, sizes, aval_of(var).dtype)
-        out.append(x.of(term, aval_of(var).shape, x.spec))
-    return out
-
-
 def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1) -> Rel:
     """Elements of one dim, which must not be sharded."""
     if x.term.shape[d] == 1 or (size == x.shape[d] and stride == 1):
         return replace(x, shape=(*x.shape[:d], size, *x.shape[d + 1 :]))
-    require(not x.spec[d], f"a slice of dim {d}, which is sharded over {', '.join(x.spec[d])}")
+    require(not x.spec[d], f"a slice of dim {d}, which is sharded over {axes_text(x.spec[d])}")
     sizes = (*x.term.shape[:d], size, *x.term.shape[d + 1 :])
     term = ctx.terms.make("slice", (d, start, stride), (x.term,), sizes, x.term.dtype)
     return x.of(term, (*x.shape[:d], size, *x.shape[d + 1 :]), x.spec)
@@ -190,44 +146,21 @@ def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         put = lambda xs, x: (*xs[:d], x, *xs[d:])  # noqa: E731
         rels = [r.of(ctx.terms.reshape(r.term, put(r.term.shape, 1)), put(r.shape, 1), put(r.spec, ())) for r in rels]
     if len(rels) == 1:
-        return [rels[0]]
-    some = next((r for r in rels if r.partial), None)
-    if some is not None:
-        same = all(
-            (r.partial, r.kind) == (some.partial, some.kind) or (is_zero(r.term) and some.kind == "sum") for r in rels
-        )
-        require(same, "values that are partial over different axes, side by side", refused=True)
-    sizes = [1] * len(rels[0].shape)
-    spec: list[tuple[str, ...]] = [()] * len(rels[0].shape)
-    for k in range(len(sizes)):
-        if k != d:
-            found = {(r.term.shape[k], r.spec[k]) for r in rels if r.term.shape[k] != 1}
-            require(len(found) <= 1, f"operands sharded differently along dim {k}", refused=True)
-            if found:
-                ((sizes[k], spec[k]),) = found
-    for r in rels:
-        require(not r.spec[d], f"operands side by side along dim {d}, which is sharded")
-    sizes[d] = out_shape(eqn)[d]
-    rels = [ctx.expanded(r, [d]) for r in rels]
-    widths = tuple(r.shape[d] for r in rels)
-    term = ctx.terms.make("concatenate", (d, widths), (r.term for r in rels), sizes, out_dtype(eqn))
-    return [(some or rels[0]).of(term, out_shape(eqn), spec)]
+        return list(rels)
+    widths, partial = tuple(r.shape[d] for r in rels), partial_of(rels, "values side by side")
+    return act(ctx, eqn, rels, whole=[d], params=(d, widths), partial=partial, op="concatenate")
 
 
 @lemma("pad")
 def pad(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Padding of dims that are not sharded; of partial sums, with zeros."""
-    x, value = rels
-    require(
-        not value.partial and (not x.partial or (x.kind == "sum" and is_zero(value.term))), "padding of a partial value"
-    )
-    config = tuple(tuple(map(int, c)) for c in eqn.params["padding_config"])
-    dims = [d for d, c in enumerate(config) if c != (0, 0, 0)]
-    return carried(ctx, eqn, x, dims, tuple((d, config[d]) for d in dims), args=[value])
+    config = {d: tuple(map(int, c)) for d, c in enumerate(eqn.params["padding_config"]) if any(c)}
+    return act(ctx, eqn, rels, whole=config, params=tuple(config.items()), partial=partial_of(rels, "padding"))
 
 
 @lemma("rev")
 def rev(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The elements of dims that are not sharded in the opposite order."""
-    dims = tuple(sorted(d for d in eqn.params["dimensions"] if rels[0].term.shape[d] != 1))
-    return carried(ctx, eqn, rels[0], dims, dims, constant=True) if dims else [rels[0]]
+    """The elements of dims that are not sharded in the opposite order; a constant is the same in every order."""
+    (x,) = rels
+    dims = tuple(sorted(d for d in eqn.params["dimensions"] if x.term.shape[d] != 1))
+    return act(ctx, eqn, rels, whole=dims, params=dims, partial=x) if dims else [x]

@@ -10,6 +10,8 @@ from ..relation import Context, Rel
 
 Lemma = Callable[[Context, JaxprEqn, Sequence[Rel]], list[Rel]]
 LEMMAS: dict[str, Lemma] = {}
+LOCAL_FORM = "kernel of "
+"""Prefix of the name of a call that is the local form of a kernel; the key of its lemma."""
 
 
 def lemma(*primitives: str) -> Callable[[Lemma], Lemma]:
@@ -22,6 +24,12 @@ def lemma(*primitives: str) -> Callable[[Lemma], Lemma]:
     return register
 
 
-def family_of(primitive: str) -> str:
-    """The family of an op: the module of its lemma."""
-    return LEMMAS[primitive].__module__.rsplit(".", 1)[1]
+def lemma_of(eqn: JaxprEqn) -> Lemma | None:
+    """The lemma of an equation; None if there is none."""
+    local = str(eqn.params.get("name", "")).startswith(LOCAL_FORM)
+    return LEMMAS.get(LOCAL_FORM if local else eqn.primitive.name)
+
+
+def family_of(fn: Lemma) -> str:
+    """The family of a lemma: its module."""
+    return fn.__module__.rsplit(".", 1)[1]

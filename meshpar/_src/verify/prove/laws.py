@@ -1,0 +1,110 @@
+"""The two laws that most lemmas consist of: what an op does to dims, and what it does to partial values."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from .relation import Context, Rel, Unverified, aval_of, require
+from .term import Term, is_zero
+
+Labels = Sequence[Sequence[Hashable]]
+ALL = range(64)
+"""The labels of all dims, if they are the dims' numbers."""
+
+
+def axes_text(axes: Iterable[str]) -> str:
+    return ", ".join(sorted(axes)) or "no axis"
+
+
+def act(
+    ctx: Context,
+    eqn: JaxprEqn,
+    rels: Sequence[Rel],
+    *,
+    ins: Labels | None = None,
+    outs: Labels | None = None,
+    whole: Container[Hashable] = (),
+    params: Hashable = (),
+    partial: Rel | None = None,
+    op: str = "",
+    commutes: bool = False,
+    avals: Sequence[Any] = (),
+    term: Term | None = None,
+) -> list[Rel]:
+    """The results of an op whose dims have labels, as those of an einsum.
+
+    Dims of one label are carried along: they are sharded alike, or constant, in all operands, and so in the results. The op acts
+    along the dims of the labels ``whole``: these are not sharded, and may have another size in each operand and result.
+
+    Args:
+      ins, outs: the labels of the dims of each operand and result; None: their numbers.
+      params: of the op; independent of the sizes of dims that are carried along.
+      partial: the operand like which the results are partial.
+      op: its name, if it is not that of the equation; commutes: its operands commute.
+      avals: shapes and dtypes of the results, if they are not those of the equation.
+      term: of the result, if it is not that of the op and its operands.
+    """
+    name, avals = op or eqn.primitive.name, avals or [aval_of(v) for v in eqn.outvars]
+    ins = ins or [range(len(r.shape)) for r in rels]
+    outs = outs or [range(len(a.shape)) for a in avals]
+    rels = [ctx.expanded(r, [d for d, n in enumerate(names) if n in whole]) for r, names in zip(rels, ins, strict=True)]
+    dims: dict[Hashable, tuple[int, tuple[str, ...]]] = {}
+    for r, names in zip(rels, ins, strict=True):
+        for n, size, axes in zip(names, r.term.shape, r.spec, strict=True):
+            if n in whole:
+                require(not axes, f"{name} along dim {n}, which is sharded over {axes_text(axes)}")
+            elif size != 1:
+                found = dims.setdefault(n, (size, axes))
+                if found != (size, axes):
+                    both = f"{axes_text(found[1])} and {axes_text(axes)}"
+                    raise Unverified(f"operands of {name} sharded over {both} along dim {n}", refused=True)
+    results = []
+    for k, (aval, names) in enumerate(zip(avals, outs, strict=True)):
+        sizes = [n if label in whole else dims.get(label, (1,))[0] for n, label in zip(aval.shape, names, strict=True)]
+        spec = tuple(dims[label][1] if label in dims else () for label in names)
+        key = params if k == 0 else (params, k)
+        value = term or ctx.terms.make(name, key, (r.term for r in rels), sizes, aval.dtype, commutes)
+        over = (frozenset(), "sum") if partial is None else (partial.partial, partial.kind)
+        results.append(Rel(value, tuple(aval.shape), spec, *over))
+    return results
+
+
+def not_partial(rels: Iterable[Rel], op: str) -> None:
+    """Refuse partial operands of an op that is not linear in them."""
+    for rel in rels:
+        require(not rel.partial, f"{op} of a value that is partial over {axes_text(rel.partial)}", refused=True)
+
+
+def partial_of(rels: Sequence[Rel], op: str, kind: str = "") -> Rel | None:
+    """Σ x + Σ y = Σ (x + y), and max(max_k x_k, y) = max_k max(x_k, y): the first partial operand of an op that is linear, or
+    monotone, in its operands together; None if there is none.
+
+    All partial operands are partial by one reduction over the same axes. The others are 0 in a sum; in another reduction they are
+    equal on all devices along its axes.
+
+    Args:
+      kind: the reduction by which they may be partial; "": by any.
+    """
+    some = next((r for r in rels if r.partial), None)
+    for r in rels if some else ():
+        assert some is not None
+        if r.partial:
+            fits = (r.partial, r.kind) == (some.partial, some.kind) and kind in ("", r.kind)
+        else:
+            fits = some.kind != "sum" and not r.varying & some.partial
+        if not fits and not (some.kind == "sum" and is_zero(r.term)):
+            over = f"partial by {some.kind} over {axes_text(some.partial)}"
+            raise Unverified(f"{op} of a value that is {over} and one that is not, or differently", refused=True)
+    return some
+
+
+def one_partial(rels: Sequence[Rel], op: str) -> Rel | None:
+    """(Σ x) y = Σ (x y): the partial operand of a product, of which there is at most one."""
+    some = [r for r in rels if r.partial]
+    require(
+        len(some) < 2 and all(r.kind == "sum" for r in some), f"{op} of two partial values, or extrema", refused=True
+    )
+    return some[0] if some else None
