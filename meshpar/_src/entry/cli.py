@@ -226,7 +226,7 @@ class _CommandParser(argparse.ArgumentParser):
         for group, commands in GROUPS.items():
             lines.append(f"{group}:")
             for name in commands:
-                about = re.split(r"(?<=\.) ", " ".join((self.commands[name].description or "").split()))[0]
+                about = _first_sentence(self.commands[name].description or "")
                 lines += textwrap.wrap(f"  {name:<{names}}  {about}", width, subsequent_indent=" " * (names + 4))
             lines.append("")
         below = "\n\n".join((DESCRIPTION.strip("\n"), MORE, EXIT))
@@ -240,6 +240,11 @@ class _CommandParser(argparse.ArgumentParser):
                 f"there is no command `{misspelled[1]}`; {did_you_mean(misspelled[1], self.commands, 'commands')[0]}"
             )
         super().error(message)
+
+
+def _first_sentence(text: str) -> str:
+    """The first sentence of a description, in one line."""
+    return re.split(r"(?<=\.) ", " ".join(text.split()))[0]
 
 
 def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:

@@ -279,7 +279,7 @@ class RunPlan(Document):
         head = f"<code>{escape(self._meshes)}</code><br><code>{escape(self.rows[0].layout)}</code>"
         return (
             f'<h1>{escape(self._title())}</h1><p>{head}</p><p class="verdict">{escape(self._verdict())}</p>'
-            f"{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
+            f"<h2>{runs.title}</h2>{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
             f"<h2>{saves.title}</h2>{saves.html()}<h2>{copies.title}</h2>{copies.html()}<h2>Parameters</h2>{parameters.html()}"
         )
 
@@ -307,16 +307,16 @@ def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
     days = r.days.text(f"{{:,.{1 if r.days.median < 100 else 0}f}}".format)
     run = {
         "step": cell(format_seconds, r.job.step),
-        "days: median (5–95 %)": number(days, r.days.median),
-        "median goodput": cell(percent, r.goodput.median),
-        "median failures": cell("{:,.0f}".format, r.failures.median),
+        "days (5–95 %)": number(days, r.days.median),
+        "goodput": cell(percent, r.goodput.median),
+        "failures": cell("{:,.0f}".format, r.failures.median),
     }
     if with_cost:
-        run["cost: median (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
+        run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
     every, at_most = r.save_seconds
     return {
-        "": run,
-        "Where the time goes, mean of the runs": {
+        "Medians of the simulated runs": run,
+        "Where the time goes, on average": {
             name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)
         },
         "Saves and restarts": {
