@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from .relation import Context, Rel, Unverified, require
-from .term import Term, Terms, is_zero, number_of
+from .term import Term, is_zero, number_of
 
 MAX_VALUES = 1 << 25
 """Evaluated elements; a larger table is not verified."""
@@ -107,10 +107,10 @@ def axes_of(ctx: Context, term: Term) -> tuple[str, ...]:
 
 
 def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) -> tuple[tuple[str, ...], int] | None:
-    """(axes, base) so that the offset of each device is ``base`` plus ``step`` times its index along the axes; None if there are
-    none."""
+    """(some of the axes, base) so that the offset of each device is ``base`` plus ``step`` times its index along the axes; None if
+    there are none."""
     at, base = ctx.coordinates(axes), int(offsets.min())
-    for order in itertools.permutations(axes):
+    for order in itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1)):
         if (offsets == base + step * ctx.linear(order, at)).all():
             return order, base
     return None
@@ -149,7 +149,7 @@ def global_iota(ctx: Context, rel: Rel, _: Sequence[Rel]) -> Rel | None:
     order = order_of(ctx, axes, values[:, 0], n)
     if order is None or not (values == values[:, :1] + np.arange(n)).all():
         return None
-    shape = tuple(n * ctx.size(axes) if k == d else 1 for k in range(len(rel.shape)))
+    shape = tuple(n * ctx.size(order[0]) if k == d else 1 for k in range(len(rel.shape)))
     term = ctx.terms.make("iota", None, (), shape, rel.term.dtype)
     if order[1]:
         term = ctx.terms.add(term, ctx.terms.literal(order[1], rel.term.dtype, len(shape)))
@@ -242,50 +242,3 @@ def _owned(ctx: Context, axes: tuple[str, ...], n: int, mode: str, local: Term, 
     right = np.where(inside, in_block & (row + first == wanted), ~in_block)
     own, owners = (masks[0], 1) if masks else (in_block, inside[0])
     return bool(((own.sum(0) == owners) | ~defined[0]).all() and (right | ~own | ~defined).all())
-
-
-def ordered(terms: Terms, x: Term, kind: str) -> Term:
-    """The integers that are in the order of floats, of ``x``; NaN is the largest (of a minimum: the smallest) of them."""
-    dtype = f"int{8 * np.dtype(x.dtype).itemsize}"
-    n = flipped(terms, terms.make("bitcast", None, (x,), x.shape, dtype))
-    nan = terms.make("ne", (), (x, x), x.shape, "bool")
-    limit = np.iinfo(dtype).max if kind == "max" else np.iinfo(dtype).min
-    return terms.make("select_n", (), (nan, n, terms.literal(limit, dtype, len(x.shape))), x.shape, dtype)
-
-
-def flipped(terms: Terms, n: Term) -> Term:
-    """Integers whose order is that of the floats with these bits: of negative numbers, all bits except the sign are inverted."""
-    rank = len(n.shape)
-    negative = terms.make("lt", (), (n, terms.literal(0, n.dtype, rank)), n.shape, "bool")
-    largest = terms.literal(np.iinfo(n.dtype).max, n.dtype, rank)
-    inverted = terms.make("xor", (), (n, largest), n.shape, n.dtype, sort=True)
-    return terms.make("select_n", (), (negative, n, inverted), n.shape, n.dtype)
-
-
-def image_of(terms: Terms, term: Term, kind: str) -> Term | None:
-    """The x of which a term is :func:`ordered`."""
-    if term.op != "select_n" or term.args[0].op != "ne":
-        return None
-    x = term.args[0].args[0]
-    return x if term is ordered(terms, x, kind) else None
-
-
-def unordered(terms: Terms, term: Term, dtype: str) -> Term | None:
-    """The x of dtype ``dtype`` of which a term is :func:`flipped` :func:`ordered`: its bits are those of x."""
-    if term.op != "select_n" or term.args[0].op != "lt":
-        return None
-    n = term.args[1]
-    x = image_of(terms, n, "max") or image_of(terms, n, "min")
-    return x if x is not None and x.dtype == dtype and term is flipped(terms, n) else None
-
-
-def bits_of(term: Term) -> bool:
-    """Whether a term is the bits of floats with the sign inverted: of the neutral element of addition, -0.0, all bits are 0."""
-    if term.op != "xor":
-        return False
-    for x, sign in (term.args, term.args[::-1]):
-        if x.op == "bitcast" and x.args[0].dtype.startswith(("float", "bfloat")):
-            width = 8 * np.dtype(x.args[0].dtype).itemsize
-            if number_of(sign) == 1 << (width - 1) and x.dtype == f"uint{width}":
-                return True
-    return False

@@ -70,6 +70,10 @@ class Rel:
         """The axes along which devices may have different values."""
         return self.sharded | self.partial | self.term.axes
 
+    def resized(self, d: int, n: int) -> tuple[int, ...]:
+        """The shape, with ``n`` elements along a dim."""
+        return (*self.shape[:d], n, *self.shape[d + 1 :])
+
     def of(self, term: Term, shape: Sequence[int], spec: Iterable[tuple[str, ...]]) -> Rel:
         """The relation of a result that carries the partial axes along."""
         spec = tuple(axes if n != 1 else () for axes, n in zip(spec, term.shape, strict=True))
@@ -121,6 +125,7 @@ class Context:
       sizes: axis → size, of the mesh axes that a program is in the ``shard_map`` of.
       loops: the loops of the function as it was written, by their kind and length.
       kernels: (name, numbers of the operands) → a kernel of the function as it was written.
+      images: number of a term → the kind with which it is reduced as the value that it is an image of (:mod:`lemmas.bits`).
       written: the equations are those of the function as it was written.
     """
 
@@ -128,6 +133,7 @@ class Context:
     sizes: Mapping[str, int] = field(default_factory=dict)
     loops: dict[Any, list[Any]] = field(default_factory=dict)
     kernels: dict[Any, JaxprEqn] = field(default_factory=dict)
+    images: dict[int, str] = field(default_factory=dict)
     written: bool = True
 
     def size(self, axes: Iterable[str]) -> int:

@@ -280,4 +280,5 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
             results.append(Result(path, "not verified", cause))
         else:
             results.append(Result(path, "proven"))
-    return Proof(tuple(results), walk.proven, walk.failed, walk.unreached, walk.kernels, time.process_time() - begin)
+    ops, kernels = dict(walk.proven), dict(walk.kernels)
+    return Proof(tuple(results), ops, dict(walk.failed), walk.unreached, kernels, time.process_time() - begin)
