@@ -81,15 +81,8 @@ class Rel:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
-    """A per-device value of which nothing is known, and the equation that is the cause."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
 class Cause:
-    """Why an equation is not verified.
+    """Why an equation is not verified, in place of the relations of its results, of which nothing is known.
 
     Attributes:
       op: its primitive.
@@ -107,13 +100,13 @@ class Cause:
         return f"{self.op} ({self.line}): {self.reason}"
 
 
-Known = Rel | Unknown
-"""What is known of a value."""
+Known = Rel | Cause
+"""What is known of a value: its relation, or why it has none."""
 
 
 def mapped(fn: Callable[[Rel], Known], values: Iterable[Known]) -> list[Known]:
     """The function of each relation; what is unknown stays so."""
-    return [r if isinstance(r, Unknown) else fn(r) for r in values]
+    return [r if isinstance(r, Cause) else fn(r) for r in values]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from ..laws import ALL, act, not_partial
-from ..relation import Context, Rel, aval_of, require
+from ..relation import Context, Rel, Unverified, aval_of, require
 from .table import LOCAL_FORM, lemma
 
 
@@ -29,8 +29,8 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     not_partial(rels, f"kernel {name}")
     rels = [ctx.expanded(r, [d for d, axes in enumerate(r.spec) if not axes]) for r in rels]
     written = ctx.kernels.get((name, *(r.term.number for r in rels)))
-    require(written is not None, f"a kernel {name} that the function as written does not have, of these operands")
-    assert written is not None
+    if written is None:
+        raise Unverified(f"a kernel {name} that the function as written does not have, of these operands")
     own: Any = written.params["kernel"]
     ins, outs = ([aval_of(v) for v in vs] for vs in (written.invars, written.outvars))
     notation, sizes = own.notation, own.sizes([a.shape for a in ins], [a.shape for a in outs])
