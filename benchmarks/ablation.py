@@ -55,7 +55,7 @@ def ingredients() -> dict[str, list[Replacement]]:
     return {
         "vector units": [(collective_matmul, "vector_seconds", lambda *args: 0.0)],
         "hypot of matmul and traffic (else max)": hypot,
-        "operands reread for each matmul tile": [(kernel_time, "reread_bytes_on", lambda *args: lambda *run: 0.0)],
+        "operands reread for each matmul tile": [(kernel_time, "reread_bytes", lambda *args: 0.0)],
         "images that stay in VMEM": vmem,
         "images padded to tiles": padding,
         "images in VMEM, and padded": [*vmem, *padding],

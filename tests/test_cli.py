@@ -221,6 +221,13 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
     assert status == 1
     assert out.startswith("DOES NOT FIT  each device needs ")
     assert run(f"{big} --json")[0] == 1
+    command = shlex.split(
+        out.splitlines()[-1].removeprefix("next  meshpar ").removesuffix(": enough devices for the state")
+    )
+    assert (command[0], command[command.index("--topology") + 1]) == (
+        "search",
+        re.search(r"They fit on \d+ devices: (.*)", out)[1],
+    )
 
 
 def test_a_layout_of_those_for_every_model(run, planned):
@@ -360,10 +367,11 @@ def test_tune_and_what_it_fitted(run, tmp_path):
 def test_check(run):
     status, out, _ = run("check small --layout fsdp --mesh 'data=4, idle=2'")
     assert status == 0
-    assert out.splitlines()[0].startswith("✓ 1 of 1 runs equal")
-    assert out.splitlines()[1].startswith("✓ data=4, idle=2  batch, embed: data  ")
-    status, out, _ = run("check small --layout fsdp --mesh data=4 --lowering both")
-    assert (status, "2 of 2 runs equal" in out, " jit " in out) == (0, True, True)
+    assert out.splitlines()[0].startswith("✓ 1 of 1 runs of `batch, embed: data` equal")
+    assert re.match(r"✓ data=4, idle=2  (no difference|largest difference .* in )", out.splitlines()[1])
+    status, out, _ = run("check small --layout fsdp --layout dp --mesh data=4 --lowering both")
+    assert (status, "4 of 4 runs equal" in out, " jit " in out) == (0, True, True)
+    assert "✓ data=4  batch, embed: data  " in out
     status, out, _ = run("check small --lowering shard_map --devices 4 --json")
     found = json.loads(out)
     assert (status, found["ok"]) == (0, True)
@@ -392,7 +400,7 @@ def test_a_check_that_fails_has_status_one(run, monkeypatch):
     status, out, _ = run("check small --layout dp")
     assert status == 1
     assert raised == [False]  # differences are in the report
-    assert [line[:26] for line in out.splitlines()[:2]] == ["✗ 0 of 1 runs equal to the", "✗ data=8  batch: data  5.0"]
+    assert [line[:26] for line in out.splitlines()[:2]] == ["✗ 0 of 1 runs of `batch: d", "✗ data=8  largest differen"]
 
 
 def test_compile_for_as_many_cpus_as_the_mesh_has(run, monkeypatch, tmp_path):
@@ -462,6 +470,7 @@ def test_bad_input_says_what_to_write_instead(run, target, words, says):
 
 def test_an_error_in_a_terminal_has_colours_and_is_wrapped_in_its_column(run, monkeypatch):
     _, _, plain = run("plan small --mesh data=3 --layout fsdp")
+    assert not [line for line in plain.splitlines() if line != line.rstrip()]
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)

@@ -327,14 +327,6 @@ def test_an_error_of_the_program_names_its_line(kind, fn, says):
     assert [part for part in [*says, line] if part not in error] == []
 
 
-def test_an_abstract_mesh_plans_but_does_not_run():
-    step = mp.jit(loss, mesh=ABSTRACT, layout="batch: data", dims=DIMS)
-    params, x = arguments()
-    assert step.plan(params, x).collectives
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape), (params, x))
-    assert "an abstract mesh has no devices to run on" in text(mp.errors.MeshError, step, *zeros)
-
-
 # -- what is no array, no mesh, no layout
 
 
@@ -388,16 +380,6 @@ OTHERS = [  # (class, call, texts of the error)
         E.DivisibilityError,
         lambda: mp.Layout("embed: data").spec("embed", mp.mesh("data=4, model=2"), (10,), path="w"),
         ["w: dim `embed` of size 10 does not", "(it leaves 2)", "make `embed` 8 or 12: the nearest multiples of 4"],
-    ),
-    (
-        E.DivisibilityError,
-        mp.init(lambda: jnp.ones((16, 30)), mesh="data=4", layout="mlp: data", dims={"": "embed mlp"}).plan,
-        ["dim `mlp` of size 30 does not divide over data=4 (it leaves 2)"],
-    ),
-    (
-        E.PatternError,
-        lambda: plan("batch: data", dims=DIMS | {"*/kernel": "embed mlp"}),
-        ["the dims= pattern '*/kernel' matches no tensor", "paths are: ", "params/down", "params/up", "x"],
     ),
     (
         E.LayoutSyntaxError,

@@ -120,11 +120,6 @@ def test_static_and_donated_arguments_that_are_refused():
             jax.jit(lambda x: x, **how)
         with pytest.raises(mp.errors.UnsupportedError, match="both static and donated"):
             step(lambda x: x, "shard_map", **how)
-    for n in (1, -2):
-        with pytest.raises(mp.errors.UnsupportedError, match="1 positional arguments"):
-            step(lambda x, *, n=1: x, "shard_map", static_argnums=n)
-    with pytest.raises(mp.errors.UnsupportedError, match="no argument `by`"):
-        step(lambda x: x, "shard_map", static_argnames="by")
 
 
 # -- the context of a call
@@ -497,14 +492,6 @@ def test_eval_shape_has_weak_types():
     assert [(s.shape, s.dtype, s.weak_type) for s in got] == [(s.shape, s.dtype, s.weak_type) for s in expected]
     with pytest.raises(mp.errors.UnsupportedError, match="must have a hash"):
         step(fn, "shard_map", static_argnums=1).eval_shape(x(), [2.0])
-
-
-def test_compile_takes_arguments_with_the_names_of_its_options():
-    """``kwargs`` holds keyword arguments of the function that are options of ``compile``."""
-    step = mp.jit(lambda x, timeout: x * timeout, mesh="data=4, model=2", layout="batch: data", dims={"x": "batch _"})
-    x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    compiled = step.compile(x, kwargs={"timeout": x})
-    assert [v.path for v in compiled.plan.program.inputs] == ["x", "timeout"]
 
 
 @pytest.mark.parametrize(("where", "devices"), [({}, 4), ({"mesh": "data=2"}, 2), ({"mesh": "data=2, model=4"}, 8)])

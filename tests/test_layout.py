@@ -68,29 +68,6 @@ def test_a_rule_list_resolves_by_cost_and_text_by_order():
         Layout("batch: data", resolve="best")  # type: ignore[arg-type]
 
 
-def test_layouts_are_values():
-    one, two = Layout("batch: data; embed: model"), Layout("batch:data\nembed:model")
-    assert one == two
-    assert hash(one) == hash(two)
-    assert len({one, two}) == 1
-    assert one != Layout("embed: model; batch: data")  # the order is part of it
-    assert one != Layout(one, resolve="cost")
-    assert one != "batch: data; embed: model"
-    assert eval(repr(one), {"Layout": Layout}) == one
-
-
-def test_who_gets_an_axis(mesh):
-    several = Layout("batch: slice+data; embed: data+model")
-    assert several.spec("batch embed") == P(("slice", "data"), "model")  # the axes still free
-    assert several.spec("embed") == P(("data", "model"))
-    assert several.spec("embed batch") == P("model", ("slice", "data"))
-    replicated = Layout("seq: none; seq: model; embed: model")  # also under later rules
-    assert (replicated.spec("seq embed"), replicated.spec("seq")) == (P(None, "model"), P())
-    optional = Layout("kv_heads?: model; head_dim: model")
-    assert optional.spec("kv_heads head_dim", mesh, (4, 8)) == P("model")
-    assert optional.spec("kv_heads head_dim", mesh, (3, 8)) == P(None, "model")
-
-
 def test_scopes():
     layout = Layout('opt.embed: data; "*/embedding".vocab: model; vocab: data')
     assert layout.spec("embed") == P()
@@ -300,12 +277,6 @@ def test_a_joined_layout_keeps_how_it_is_resolved_and_what_is_optional():
     assert ("batch: data" | flax_rules).resolve == "order"
     assert str(flax_rules | {"heads": "model"}) == "embed: data; mlp, heads: model"
     assert (Layout("batch: data", optional=True) | Layout("seq: x", optional="seq")).optional == {"batch", "seq"}
-
-
-def test_presets_take_more_rules():
-    joined = mp.layouts.fsdp() | "mlp: model"
-    assert joined.rules[: len(mp.layouts.fsdp().rules)] == mp.layouts.fsdp().rules
-    assert joined.rules[-1] == Rule("mlp", ("model",))
 
 
 @pytest.mark.parametrize("bad", [3, None, 1.5, {1, 2}])

@@ -101,18 +101,6 @@ def test_commas_and_colons_as_in_mesh_tensorflow():
     assert mp.Layout("batch:rows, hidden:cols; heads, mlp: cols") == mp.Layout("batch: rows; hidden, heads, mlp: cols")
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("fsdp+tensor+sequence", "sequence_parallel"),
-        ("fsdp_tensor_sequence_pipeline", "sequence_parallel_pipeline"),
-    ],
-)
-def test_another_name_of_sequence_parallelism(text, name):
-    assert mp.Layout(text) == mp.Layout(name)
-    assert mp.Layout(text).scheme == name
-
-
 def test_a_scheme_whose_dims_have_other_names_warns():
     w, x = shape(32, 64), shape(8, 32)
     named = {"w": "hidden ff", "x": "batch hidden"}
@@ -151,26 +139,6 @@ def test_stages_around_a_layout_of_ones_own():
     assert str(mp.layouts.pipeline(rounds=2)) == "layers: stage*2; batch: data; vocab?: stage"
     with pytest.raises(mp.errors.UnsupportedError, match="rounds=0"):
         mp.layouts.pipeline(rounds=0)
-
-
-def test_fsdp_inside_of_stages_splits_the_layers_and_the_vocabulary():
-    def loss(params, tokens):
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), params["embedding"][tokens], params["w"])
-        return x.var()
-
-    def step(params, tokens):
-        gradients = mp.train.accumulate_gradients(jax.grad(loss), 4)(params, tokens)
-        return jax.tree.map(lambda p, g: p - g, params, gradients)
-
-    params = {"embedding": shape(16, 8), "w": shape(4, 8, 8)}
-    dims = {"params/embedding": "vocab embed", "params/w": "layers embed _", "tokens": "batch seq"}
-    tokens = jax.ShapeDtypeStruct((16, 4), jnp.int32)
-    plan = mp.plan(step, params, tokens, mesh="stage=2, data=4", layout="fsdp+pipeline", dims=dims)
-    assert {h.path: h.spec for h in plan.inputs} == {
-        "params/embedding": jax.P("stage", "data"), "params/w": jax.P("stage", "data"), "tokens": jax.P("data"),
-    }  # fmt: skip
-    assert plan.pipeline is not None
-    assert (plan.pipeline.stages, plan.pipeline.microbatches) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -309,6 +277,8 @@ def test_a_text_that_is_no_layout_is_corrected(text, says):
 
 
 def test_the_scheme_of_a_layout():
+    assert mp.Layout("fsdp+tensor+sequence") == mp.layouts.sequence_parallel()
+    assert mp.Layout("fsdp_tensor_sequence_pipeline").scheme == "sequence_parallel_pipeline"
     assert mp.layouts.fsdp("other").scheme == mp.Layout("fsdp").scheme == mp.Layout(mp.layouts.fsdp()).scheme == "fsdp"
     assert mp.Layout("batch: data").scheme == (mp.layouts.fsdp() | "batch: data").scheme == ""
     assert mp.Layout("batch: data; mlp: model", scheme="mine").scheme == "mine"

@@ -13,16 +13,8 @@ from jax.sharding import AxisType, Mesh
 
 import meshpar as mp
 from meshpar._src.hardware.topology import topology_devices
-from meshpar._src.mesh import parse_mesh, planned_mesh
+from meshpar._src.mesh import planned_mesh
 from meshpar.errors import LayoutSyntaxError, MeshError
-
-
-def test_parse():
-    assert parse_mesh("data=4, model=2") == {"data": 4, "model": 2}
-    assert parse_mesh("data=-1,model=2") == {"data": -1, "model": 2}
-    assert parse_mesh(" a = 1 ") == {"a": 1}
-    assert parse_mesh("x:4;y:8") == parse_mesh("x:4, y:8") == {"x": 4, "y": 8}  # as in Mesh-TensorFlow
-
 
 BAD_TEXTS = [
     ("data", "'data' is not `axis=size`"),
@@ -105,7 +97,7 @@ def test_describing_a_slice_leaves_the_cluster_to_be_found(monkeypatch):
 
 @pytest.mark.parametrize(
     "spec",
-    [("data=4, model=2",), ({"data": 4, "model": 2},), ((4, 2), ("data", "model")), ([-1, 2], "data model"),
+    [("data=4, model=2",), (" data:4;model:2 ",), ({"data": 4, "model": 2},), ((4, 2), ("data", "model")), ([-1, 2], "data model"),
      ({"data": 4, "model": -1},)],
 )  # fmt: skip
 def test_a_mesh_is_text_or_a_mapping_or_sizes_with_names(spec):

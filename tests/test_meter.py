@@ -129,6 +129,7 @@ def test_writers_of_libraries(clock):
 
 
 def test_mlperf_log(clock, tmp_path):
+    parser = pytest.importorskip("mlperf_logging.compliance_checker.mlp_parser")
     path = tmp_path / "log.txt"
     log = mp.log.MlLog(path, submission_benchmark="bert", global_batch_size=8)
     with mp.log.Meter(plan_of(), tokens=8, every=1, writers=[log]) as meter:
@@ -146,17 +147,9 @@ def test_mlperf_log(clock, tmp_path):
         assert set(e) == {"namespace", "time_ms", "event_type", "key", "value", "metadata"}
         assert e["metadata"]["file"].endswith(".py")
         assert e["metadata"]["lineno"] > 0
-
-
-def test_mlperf_log_is_read_by_its_checker(clock, tmp_path):
-    parser = pytest.importorskip("mlperf_logging.compliance_checker.mlp_parser")
-    path = tmp_path / "log.txt"
-    with mp.log.Meter(plan_of(), every=1, writers=[mp.log.MlLog(path, seed=1)]) as meter:
-        for _ in range(3):
-            meter.step({"loss": jnp.float32(0.5)})
     lines, errors = parser.parse_file(str(path), ruleset="5.1.0")
     assert not errors
-    assert [line.key for line in lines] == ["seed", "run_start", "tracked_stats", "tracked_stats", "run_stop"]
+    assert [line.key for line in lines] == keys.split()
 
 
 def test_log_of_a_loop_that_fails(clock, tmp_path):
@@ -206,16 +199,6 @@ def test_the_goodput_over_restarts(clock, tmp_path, monkeypatch):
     assert stored["productive_seconds"] == pytest.approx(15 * 0.25)
     assert stored["repeated_seconds"] == pytest.approx(4 * 0.25)
     assert meter.goodput.fraction == pytest.approx(15 * 0.25 / (4 * (clock[0] - 100.0)))
-
-
-def test_numbers_of_steps_after_a_restart(clock):
-    seen = []
-    meter = mp.log.Meter(
-        plan_of(), every=4, first=6, writers=[lambda n, values: seen.append((n, values["step_seconds"]))]
-    )
-    for _ in range(8):
-        meter.step(jnp.float32(1))
-    assert seen == [(8, 0.25), (12, 0.25)]
 
 
 def test_seconds_of_the_compiler(tmp_path):

@@ -20,6 +20,20 @@ class Terminal(io.StringIO):
     def isatty(self):
         return True
 
+    def lines(self):
+        """The lines without control codes."""
+        texts = self.getvalue().replace("\r", "\n").split("\n")
+        return [line.plain for text in texts for line in AnsiDecoder().decode(text)]
+
+
+def in_terminal(monkeypatch):
+    """The terminal that stderr is; no fixture, as pytest replaces stderr after these."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    return terminal
+
 
 def test_nothing_is_shown_without_a_terminal(capsys):
     for where in ("auto", False):
@@ -52,17 +66,11 @@ def test_a_callback_gets_each_text():
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_terminal_has_one_line_with_the_elapsed_time(monkeypatch, width):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
+    terminal = in_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", str(width))
     with progress_line("searching v5e:16x16", "auto") as say:
         say("plan 7, 286 ms: data=16, [model]=8: " + "a long layout; " * 20 + "\nsecond line")
-    lines = [
-        line.plain
-        for text in terminal.getvalue().replace("\r", "\n").split("\n")
-        for line in AnsiDecoder().decode(text)
-    ]
+    lines = terminal.lines()
     shown = [line for line in lines if "plan 7" in line]
     assert shown
     assert all(len(line) <= width for line in shown)
@@ -72,18 +80,11 @@ def test_a_terminal_has_one_line_with_the_elapsed_time(monkeypatch, width):
 
 
 def test_a_terminal_has_a_bar_with_the_results_of_a_counted_activity(monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
+    terminal = in_terminal(monkeypatch)
     with progress_line("checking", "auto") as say:
         say("planning")
         say(Counted("run 2 of 6, planning", 1, 6, ["✓  data=8  batch: data"]))
-    lines = [
-        line.plain
-        for text in terminal.getvalue().replace("\r", "\n").split("\n")
-        for line in AnsiDecoder().decode(text)
-    ]
+    lines = terminal.lines()
     (bar,) = {line for line in lines if "run 2 of 6" in line}
     assert "1/6" in bar
     assert "━" in bar

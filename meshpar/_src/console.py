@@ -12,7 +12,7 @@ PLAIN_WIDTH = 120
 
 
 def columns(stream: TextIO) -> int:
-    """The width of output: ``COLUMNS`` if it is set, else that of the terminal, else :data:`PLAIN_WIDTH`."""
+    """The width of output: ``COLUMNS`` if it is set, else the width of the terminal, else :data:`PLAIN_WIDTH`."""
     given = os.environ.get("COLUMNS", "")
     if given.isdecimal() and int(given) > 0:
         return int(given)

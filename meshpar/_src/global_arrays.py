@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def is_key(x: Any) -> bool:
@@ -23,6 +23,12 @@ def data_of(x: Any) -> Any:
 def is_global(x: Any) -> bool:
     """Whether it is an array with parts on other processes."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def on_mesh(x: Any) -> bool:
+    """Whether an array, or its shape, has a sharding over a mesh of devices."""
+    sharding = getattr(x, "sharding", None)
+    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
 
 
 def of_parts(shape: tuple[int, ...], sharding: Any, part: Callable[[tuple[slice, ...]], Any]) -> jax.Array:

@@ -14,23 +14,7 @@ from collections.abc import Callable
 from ..errors import UnsupportedError
 from .layout import BETWEEN_SLICES, PIPELINE, SCHEMES, Layout, with_stages
 
-__all__ = [
-    "PRESETS",
-    "context_parallel",
-    "data_parallel",
-    "expert_megatron",
-    "expert_parallel",
-    "expert_tensor",
-    "fsdp",
-    "fsdp_megatron",
-    "fsdp_tensor",
-    "hsdp",
-    "megatron",
-    "pipeline",
-    "sequence_parallel",
-    "tensor_parallel",
-    "zero1",
-]
+__all__ = ["PRESETS", "pipeline", *SCHEMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _scheme(name: str, **axes: str) -> Layout:

@@ -237,7 +237,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def is_context(mesh: AnyMesh) -> bool:
-    """Whether ``mesh`` is the mesh of ``jax.set_mesh`` around this call, or there is none."""
+    """Whether ``mesh`` is the mesh of ``jax.set_mesh`` around this call, or no mesh is set."""
     if jax.sharding.get_abstract_mesh().empty:
         return True
     context = mesh_in_context()

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from .compat.jax import compilations
+from .flax import flatten_named
 from .plan_api import Plan
 from .pods.audit import Audit, raise_faults
 from .runs import Goodput
@@ -43,7 +44,7 @@ class Meter:
     - with ``path``, ``goodput``, the productive fraction of the time since the first start of the run, and ``restarts``,
       ``compile_seconds`` and ``repeated_steps`` (:class:`meshpar.types.Goodput`);
     - with ``audit``, ``audited_share``; in jobs of several processes also ``slowest_process``, which waited the least for its
-      devices, and ``slowest_host_seconds``, those of a step in which it did not wait: it loaded data, or started the step;
+      devices, and ``slowest_host_seconds``, the part of a step in which it did not wait: it loaded data, or started the step;
     - every scalar of the metrics.
 
     Example:
@@ -95,15 +96,15 @@ class Meter:
         self._first, self._steps, self._written, self._pending, self._begin = first, first, first, None, 0.0
         self._path = None if path is None else Path(path)
         self.goodput = Goodput.start(self._path, first)
-        """What the run did with its time, over all its starts; complete up to the last values that were written."""
+        """The time of the run by use, over all its starts; complete up to the last values that were written."""
         self._compiled, self._seconds = len(compilations()), (0.0, 0.0)
         self._audit, self._audit_every = Audit(plan), audit
-        self._left, self._host = (
-            time.perf_counter(),
-            0.0,
-        )  # end of the last call of `step`; seconds between calls since `_begin`
+        self._left = time.perf_counter()  # end of the last call of `step`
+        self._host = 0.0  # seconds between calls since `_begin`
         self._save()
-        self._values = _facts(plan)
+        self._planned = {"bytes_sent": float(plan.bytes_sent)}
+        if plan.seconds is not None:
+            self._planned["planned_seconds"] = plan.seconds
 
     def step(self, metrics: Any, /, **state: Any) -> dict[str, float] | None:
         """Count a step that was called.
@@ -186,7 +187,7 @@ class Meter:
         if len(self._audit.seconds) > 1:
             slowest, (_, host) = max(self._audit.seconds.items(), key=lambda item: item[1][1])
             values |= {"slowest_process": slowest, "slowest_host_seconds": host}
-        return {**values, **self._values, **_scalars(metrics)}
+        return {**values, **self._planned, **_scalars(metrics)}
 
     def close(self, status: str = "success") -> None:
         """End the measurement: write the mean of the steps that are not written yet, and ``run_stop`` to an :class:`MlLog`.
@@ -277,17 +278,9 @@ class MlLog:
             self._started = False
 
 
-def _facts(plan: Plan) -> dict[str, float]:
-    """The values that a plan gives, the same for every step."""
-    planned = {} if plan.seconds is None else {"planned_seconds": plan.seconds}
-    return {"bytes_sent": float(plan.bytes_sent), **planned}
-
-
 def _scalars(metrics: Any) -> dict[str, float]:
     """The scalars of a tree of metrics, by their paths; a single one is the ``loss``."""
-    leaves = jax.tree_util.tree_flatten_with_path(metrics)[0]
-    named = {jax.tree_util.keystr(path, simple=True, separator="/") or "loss": x for path, x in leaves}
-    return {name: float(x) for name, x in named.items() if np.ndim(x) == 0}
+    return {x.path or "loss": float(x.value) for x in flatten_named(metrics) if np.ndim(x.value) == 0}
 
 
 _FORMATS: dict[str, tuple[str, Callable[[float], str], int]] = {

@@ -14,7 +14,7 @@ from .cost.caching import with_shared_results
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
 from .cost.token_metrics import Decoding, decoding_of
-from .hardware.calibration import CalibrationLike, Calibrations, calibrations
+from .hardware.calibration import CalibrationLike, calibrations
 from .hardware.options import OptionsMode
 from .layout import Layout
 from .mesh import MeshLike, planned_mesh
@@ -52,31 +52,6 @@ class Plan(record.Plan, report.Document):
         out = object.__new__(cls)
         vars(out).update(vars(plan))
         return out
-
-    @property
-    def requested_lowering(self) -> str:
-        """The lowering as the user gave it, maybe ``"auto"``."""
-        return self.request.lowering
-
-    @property
-    def schedule(self) -> str:
-        """The schedule of pipelines, as requested."""
-        return self.request.schedule
-
-    @property
-    def gather(self) -> str | None:
-        """When loops over microbatches all-gather weights, as requested; None: not requested."""
-        return self.request.gather
-
-    @property
-    def calibrations(self) -> Calibrations:
-        """Measurements of devices; ``chip`` includes the measurements of its kind."""
-        return self.request.calibrations
-
-    @property
-    def tokens(self) -> str | None:
-        """Of a step that generates one token of each sequence, the dim of the sequences; None: another step."""
-        return self.request.tokens
 
     @property
     def memory(self) -> Memory:

@@ -75,18 +75,3 @@ def test_a_function_that_reads_another_array_runs_each_time():
 
     jax.make_jaxpr(program)(X, X, X)
     assert len(runs) == 2
-
-
-def test_keys_have_the_types_of_operands_and_numbers_have_none():
-    templates = Templates()
-
-    def program(x, y):
-        number = lax.convert_element_type(1, jnp.float32)
-        assert templates.key("step", [x, number]) is None
-        assert templates.key("step", [x, 1.0]) is None
-        keys = [templates.key(what, [a, b]) for what in ("a", "b") for a in (x, y) for b in (x, y)]
-        assert len(set(keys)) == 2 * 4
-        assert templates.key("a", [x, y]) == templates.key("a", [x + 1, y + 1])
-        return x
-
-    jax.make_jaxpr(program)(X, jnp.ones((4, 8), jnp.bfloat16))

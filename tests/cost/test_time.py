@@ -1,6 +1,7 @@
 """Time of a plan: FLOPs and bytes by hand, bounds, what counts as the model's, and the report."""
 
 import dataclasses
+import functools
 import gc
 import math
 import weakref
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar._src.cost.flops import reread_bytes_on
+from meshpar._src.cost.flops import reread_bytes
 from meshpar._src.cost.kernel_time import kernel_times
 from meshpar._src.cost.kernels import computation_of
 from meshpar._src.hardware.chips import CHIPS
@@ -230,15 +231,6 @@ def test_bounds_and_utilisation():
     assert 0 < time.mfu < 1
 
 
-def test_seconds_without_matmuls_and_collectives():
-    made = plan(lambda a: jnp.tanh(a) + 1, array(4096, 4096))
-    time = made.time
-    assert time.compute == time.communication == 0.0
-    assert time.memory == 2 * BF16 * 4096**2 / HBM
-    assert time.vector == pytest.approx(4096**2 / (100 * 1.5e9))
-    assert time.memory < time.seconds <= time.serial  # the vector units alternate with the traffic
-
-
 def test_devices_that_do_the_same_work_do_not_make_the_model_larger():
     whole, split = plan_step(layout="").time, plan_step(layout="tokens: data").time
     assert whole.model_flops == split.model_flops
@@ -275,22 +267,6 @@ def test_a_plan_that_is_gone_leaves_none_of_its_kernels_behind():
     del made
     gc.collect()
     assert kernels() is None
-
-
-def test_the_report_is_one_screen():
-    text = str(plan_step(donate_argnums=0, overlap="xla"))
-    lines = text.splitlines()
-    assert len(lines) <= 50
-    assert max(map(len, lines)) <= 120
-    for part in (
-        "of the 15.75 GiB of a v5e at the peak, at ",
-        "a step takes about ",
-        "% of the peak FLOP/s",
-        "slowest kernel: ",
-    ):
-        assert part in text
-    assert "reduce-scatters are synchronous on v5e: " in text
-    assert any(line.startswith("all-gather") and (" µs " in line or " ms " in line) for line in lines)
 
 
 def test_what_a_loop_reads_is_in_memory_and_not_what_that_was_made_from():
@@ -343,11 +319,11 @@ def test_blocks_of_a_product_that_stay_on_the_chip_are_read_once():
     where = {"mesh": "data=8", "topology": "v5p:2x2x2", "layout": "rows: data"}
     made = plan(lambda a, b: a @ b, array(m, k), array(k, n), dims={"a": "rows inner", "b": "inner columns"}, **where)
     (run,) = made.runs.values()
-    again = reread_bytes_on(made, made.chip)
-    assert again(run, 0) > 0
-    assert again(run, 0, (True, False, True), 8) == 0
-    assert 0 < again(run, 0, (False, True, True), 8) < again(run, 0)
-    assert again(run, 0, (True, True, False), 8) == 0  # of the contracted dim
+    again = functools.partial(reread_bytes, made, made.chip, run)
+    assert again(0) > 0
+    assert again(0, (True, False, True), 8) == 0
+    assert 0 < again(0, (False, True, True), 8) < again(0)
+    assert again(0, (True, True, False), 8) == 0  # of the contracted dim
 
 
 def test_arrays_beside_a_product_make_its_tiles_smaller():

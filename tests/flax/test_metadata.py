@@ -131,13 +131,6 @@ def test_linen_logical_constraints_name_activations(mesh):
     assert ends(plan.inputs) == {"down/kernel": "mlp _", "up/bias": "mlp", "up/kernel": "_ mlp", "x": "batch _"}
 
 
-def test_linen_constraints_outside_of_meshpar_are_untouched(mesh):
-    mp.plan(lambda v, x: Mlp().apply(v, x), variables(), x(), mesh=mesh, layout="")
-    assert nn.get_logical_axis_rules() == ()
-    assert nn.with_logical_constraint(jnp.ones((2, 2)), ("a", "b")).shape == (2, 2)
-    assert "name_dims" not in str(jax.make_jaxpr(lambda x: nn.with_logical_constraint(x, ("a", "b")))(jnp.ones((2, 2))))
-
-
 def test_with_sharding_constraint_over_names_and_over_axes(mesh):
     def fn(x):
         y = jax.lax.with_sharding_constraint(x * 2, P("batch", "embed"))

@@ -115,15 +115,6 @@ def test_each_call_is_compared_with_a_fresh_one(monkeypatch):
     assert [d.leaf for d in run.differences(case, "shard_map")] == [1]
 
 
-def test_a_weak_type_is_compared(monkeypatch):
-    case = case_of(["v3 = jnp.where(v1 > 0, 1.0, 2.0)"], ["v3"], "a: x", grads=(), v1=(8, 4))
-    assert run.unsharded(case).weak == [True]
-    assert not run.differences(case, "shard_map")
-    real = run.sharded
-    monkeypatch.setattr(run, "sharded", lambda *args: [x.astype(jnp.float32) for x in real(*args)])
-    assert "weak_type" in run.differences(case, "shard_map")[0].what
-
-
 def test_every_statement_can_be_written_alone():
     """None of them raises, and each of them makes something within a few attempts."""
 
@@ -164,16 +155,6 @@ def test_a_sum_of_8_bit_floats_is_as_close_to_the_f64_run_as_the_unsharded_one()
     for wrong in ([64, 0], [-128, 128], [-128, np.nan]):
         copy = jax.device_put(jnp.asarray(wrong, sharded.dtype), sharded.sharding)
         assert not run.as_accurate(copy, rounded, exact), wrong
-
-
-def test_programs_with_64_bit_types_are_valid():
-    """Indices of one type, and carries of the type of the first one, also where other values are 64-bit."""
-    for statement in ("scan", "loop", "branch", "windows"):
-        case = programs.make_case(random.Random(0), 4, among=[statement, "algebra"])
-        case = replace(case, calls=tuple(replace(c, context="x64") for c in case.calls[:1]))
-        args = run.arguments(case, case.calls[0])
-        with jax.enable_x64(True):
-            jax.eval_shape(run.compared(case, run.lowered(case), case.calls[0]), *args)
 
 
 @pytest.mark.parametrize("overlap", ["off", "ring"])

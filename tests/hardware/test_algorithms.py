@@ -64,14 +64,6 @@ def test_between_slices_what_is_sent_is_the_smallest():
     assert c.to_dict()["why"] == c.why
 
 
-def test_phases():
-    assert [ALGORITHMS[name].phases([True, False, False]) for name in ("native", "staged", "hierarchical")] == [
-        [[0, 1, 2]], [[0], [1], [2]], [[1], [2], [0]],
-    ]  # fmt: skip
-    assert ALGORITHMS["hierarchical"].phases([True, False, True, False]) == [[1], [3], [0], [2]]
-    assert ALGORITHMS["native"].phases([]) == []
-
-
 def test_rates_reach_the_kernels_in_gigabytes_a_second():
     """Over two slices the model that kernels share has the same seconds as hand arithmetic in bytes/s."""
     name, why = choose_algorithm("reduce-scatter", 2.0**30, [Stage(2, "slice"), Stage(16, "x", True)], CHIPS["v5e"])

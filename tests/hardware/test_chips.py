@@ -107,6 +107,7 @@ def test_figures_are_positive_and_have_a_source():
     for chip in CHIPS.values():
         assert chip.source
         assert min(chip.flops, chip.hbm, chip.hbm_bandwidth, chip.link, chip.dcn) > 0
+        assert 1e10 <= chip.host_link < chip.hbm_bandwidth / 10
         assert bool(chip.torus) != bool(chip.switch)
         assert bool(chip.slices) == bool(chip.torus)
         assert all(len(s) == len(chip.torus) for s in chip.slices)

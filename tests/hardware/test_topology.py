@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from meshpar._src.hardware.topology import (
     Stage,
     Topology,
     device_count,
+    larger_topologies,
     parse_topology,
     topology_devices,
     torus_of,
@@ -97,6 +99,23 @@ def test_every_shape_of_a_chip_exists_and_its_text_is_read_back():
     assert len(CHIPS["v5p"].shapes()) > len(CHIPS["v5e"].shapes()) == 8
 
 
+@pytest.mark.parametrize(
+    ("text", "larger"),
+    [
+        ("v5e:4x4", ["v5e:4x8", "v5e:8x8", "v5e:8x16", "v5e:16x16", "2x v5e:16x16", "4x v5e:16x16"]),
+        ("2x v5e:8x16", ["2x v5e:16x16", "4x v5e:16x16"]),
+        ("v5p:4x4x4", ["v5p:4x4x8", "v5p:4x8x8", "v5p:8x8x8"]),
+        ("h100:8", ["h100:16", "h100:32"]),
+        ("v5e:1x1", ["v5e:2x2", "v5e:2x4"]),
+    ],
+)
+def test_larger_topologies(text, larger):
+    found = larger_topologies(text)
+    assert [str(where) for where in found[: len(larger)]] == larger
+    assert all(parse_topology(str(where)) == where for where in found)
+    assert all(b.devices == 2 * a.devices for a, b in itertools.pairwise(found))
+
+
 def test_a_chip_without_a_compiler_is_for_plans_alone(monkeypatch):
     monkeypatch.setitem(CHIPS, "a100", dataclasses.replace(CHIPS["a100"], target=""))
     with pytest.raises(MeshError, match="topology a100:8: no compiler for a100 chips") as error:
@@ -143,6 +162,7 @@ def test_gpus_fill_a_node_with_the_minor_axes():
     assert laid("4x h100:8", "data=8, model=4") == {
         "data": (Stage(4, "slice"), Stage(2, "switch")), "model": (Stage(4, "switch"),),
     }  # fmt: skip
+    assert laid("2x h200:4", "data=2, model=4") == {"data": (Stage(2, "slice"),), "model": (Stage(4, "switch"),)}
     assert laid("h100:32", "data=32") == {"data": (Stage(4, "slice"), Stage(8, "switch"))}
     assert laid("h100:8", "data=8") == {"data": (Stage(8, "switch"),)}
 

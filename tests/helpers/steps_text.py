@@ -258,7 +258,11 @@ class _Parser:
         if scatters or over or (source.partial and not result.partial):
             leaves = ReduceRing(0, (), ((source, 0),) * int(matmuls), 1) if matmuls else None
             return Reduce(**fixed, collectives=sends, scatters=tuple(scatters), over=over, ring=leaves)
-        ring = GatherRing(0, (), (SimpleNamespace(other=None, op=op),) * int(matmuls), False) if matmuls else None
+        ring = (
+            GatherRing(0, (), ((SimpleNamespace(operands=(None, None), op=op), 0),) * int(matmuls), False)
+            if matmuls
+            else None
+        )
         return Reshard(**fixed, collectives=sends, copy=True, ring=ring, separate_buffer=bool(buffer))
 
     def sends(self, op: Op, sent: Sequence[tuple[str, tuple[str, ...]]]) -> Iterator[Collective]:

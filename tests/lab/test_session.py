@@ -133,18 +133,6 @@ def test_a_pinned_plan_is_compared(session):
     assert "<code>mlp: model</code>" not in why  # both plans send the same because of it
     gathers = sum(c.seconds * c.count for c in now.collectives if "`embed: data`" in c.cause)
     assert f"+{format_seconds(gathers)}" in why
-
-    def seconds(plan):
-        out = {}
-        for c in plan.collectives:
-            out[c.op, c.tensor] = out.get((c.op, c.tensor), 0.0) + c.seconds * c.count
-        return out
-
-    slow, fast = map(seconds, (now, before) if longer > 0 else (before, now))
-    more = {key: n - fast.get(key, 0.0) for key, n in slow.items()}
-    op, tensor = max(more, key=more.get)
-    assert more[op, tensor] > 0
-    assert f"{format_seconds(more[op, tensor])}: {op} of {tensor}" in why
     same = ask(session, ["batch: data", "mlp: model"], pinned=[pinned])["plan"]["pinned"]
     assert (same[0]["why"], same[0]["question"]) == ("", "")
 
@@ -310,7 +298,7 @@ def test_where_it_begins(mesh):
     assert lab_program.lab(mesh=None, layout=None).session.start.mesh == "data=16"
     assert lab_program.lab(mesh=None, layout=None).session.start.layout == "batch?: data; embed?: data"
     assert lab_program.lab(mesh=mesh, topology=None).session.start.mesh == "data=4, model=2"
-    with pytest.raises(MeshError, match="neither a mesh nor a topology is given"):
+    with pytest.raises(MeshError, match="no mesh is given, and none is set"):
         lab_program.lab(mesh=None, topology=None)
     with pytest.raises(UnsupportedError):
         mp.lab("no function", topology="v5e:4x4")

@@ -234,24 +234,6 @@ def test_several_inputs_all_of_them_empty():
     assert_close(run(x, y, y, keys), step(x, y, y, keys), 2e-5, 2e-5)
 
 
-def test_what_a_loop_only_reads_is_gathered_once_before_it():
-    def step(w, x):
-        def loss(w):
-            chunks = x.reshape(x.shape[0], 4, -1, x.shape[2]).swapaxes(0, 1)
-            chunk = jax.checkpoint(lambda total, c: (total + jnp.square(c @ w).sum(), None))
-            return lax.scan(chunk, 0.0, chunks)[0]
-
-        value, grad = jax.value_and_grad(loss)(w)
-        return w - 0.01 * grad, value
-
-    w, x = normal(16, 32), normal(8, 16, 16)
-    kinds = {"layout": "batch: data; embed: data", "dims": {"w": "embed vocab", "x": "batch seq embed"}}
-    plan = assert_sends_the_plan(step, w, x, **kinds)
-    sent = [(c.op, c.count) for c in plan.collectives if len(c.shape) == 2]
-    assert sent == [("all-gather", 1), ("reduce-scatter", 1)]
-    same(step, w, x, meshes=MESHES[:1], **kinds)
-
-
 # -- callbacks
 
 

@@ -49,13 +49,6 @@ def test_parameters_are_created_sharded_and_adam_state_has_their_names():
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
 
 
-def test_grad_and_jit_keep_names():
-    x = nd.normal(KEY, batch=4, hidden=8)
-    g = jax.jit(jax.grad(lambda x: nd.sum(x * x).array))(x)
-    assert g.dims == ("batch", "hidden")
-    np.testing.assert_allclose(g.array, 2 * x.array)
-
-
 def test_vmap_removes_the_leading_name_and_the_result_can_be_named():
     x = nd.normal(KEY, trial=3, batch=4, hidden=8)
     seen = []
@@ -122,12 +115,6 @@ def test_a_linen_module_takes_named_parameters():
     kernel = nd.normal(KEY, embed=8, mlp=16)
     got = nn.Dense(16, use_bias=False).apply({"params": {"kernel": kernel}}, x)
     np.testing.assert_allclose(got, x @ kernel.array, rtol=1e-6)
-
-
-def test_shapes_can_be_named_without_arrays():
-    x = nd.named(jax.ShapeDtypeStruct((16, 64), jnp.float32), "batch embed")
-    plan = mp.plan(lambda x: nd.sum(x, "embed"), x, mesh="data=4", layout="batch: data")
-    assert plan.outputs[0].spec == jax.P("data")
 
 
 def test_rename_separates_rules():

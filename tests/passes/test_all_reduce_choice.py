@@ -156,25 +156,6 @@ def test_under_jit_a_sum_over_several_slices_is_scattered(mesh, layout):
     assert {op for op, _ in sums(plan)} == {"reduce-scatter"}
 
 
-@pytest.mark.parametrize(("topology", "held"), [("v5p:4x4x8", 4096 * 4096 * 2), ("tpu7x:4x4x4", 0)])
-def test_a_loop_holds_the_whole_sum_of_a_gradient_to_its_end_where_cores_of_their_own_make_it(topology, held):
-    def loss(ws, x):
-        layer = jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]))
-        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0].astype(jnp.float32).sum()
-
-    dims = {"ws/a": "layers embed mlp", "ws/b": "layers mlp embed", "x": "batch embed"}
-
-    def made(overlap):
-        return mp.plan(
-            jax.grad(loss), {"a": bf16(4, 4096, 4096), "b": bf16(4, 4096, 4096)}, bf16(2**17, 4096), mesh="data=128",
-            topology=topology, layout="batch, embed: data", dims=dims, lowering="shard_map", overlap=overlap,
-        )  # fmt: skip
-
-    plan, least = made("auto"), made("xla")
-    assert sums(plan) == [("all-reduce", "all_reduce")] * 2
-    assert plan.memory.peak - least.memory.peak == pytest.approx(held)
-
-
 @pytest.mark.parametrize("layout", [SPLIT, "batch: data; embed: data", "batch: data; mlp: model"])
 def test_under_jit_on_cpus_the_plan_has_the_all_reduces_that_xla_makes_of_reduce_scatters(layout):
     def fn(w, x):

@@ -91,5 +91,6 @@ def test_every_dim_that_a_rule_does_not_divide_is_kept():
     assignment = AxisAssignment(program, mp.Layout("batch: data; mlp: model"), {"data": 4, "model": 4})
     (value,) = program.inputs
     assert assignment.value_spec(value) == ((), ())
-    assert assignment.indivisible[value] == {0: 0, 1: 1}
-    assert {(i, rule) for _, i, rule in assignment.all_indivisible()} == {(0, 0), (1, 1)}
+    batch, mlp = assignment.layout.rules
+    assert assignment.indivisible(value) == {0: batch, 1: mlp}
+    assert {(i, rule) for _, i, rule in assignment.all_indivisible()} == {(0, batch), (1, mlp)}

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import F32, f32
+from arrays import f32
 from jax import lax
-from lowered import assert_sends_the_plan, lowered, same
+from lowered import assert_sends_the_plan, same
 from planned_transformer import MESH
 
 import meshpar as mp
@@ -69,19 +69,6 @@ def test_a_weight_that_a_loop_only_reads_is_gathered_before_it():
     assert gather.result in loop.hoisted
     assert not steps_of(loop.body, Reshard)
     same(fn, np.ones((8, 16), np.float32), np.eye(16, dtype=np.float32) / 2, layout=layout, dims=dims)
-
-
-def test_one_that_it_runs_over_is_gathered_slice_by_slice():
-    def fn(x, w):
-        return lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, w)[0]
-
-    dims = {"x": "batch _", "w": "layers in _"}
-    plan = plan_of(fn, f32(8, 16), f32(5, 16, 16), layout="batch: data; in: data", dims=dims)
-    assert sent(plan) == [("all-gather", ("data",), 5)]
-    (c,) = plan.collectives
-    assert c.bytes == F32 * 16 * 16 * 3 / 4
-    (loop,) = steps_of(plan.body, Loop)
-    assert not loop.hoisted
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -185,20 +172,6 @@ def test_any_other_carry_is_reduced_in_the_loop(fn):
 
 
 # -- rematerialised bodies
-
-
-def test_what_is_computed_again_is_gathered_again():
-    """A weight is gathered for the forward and for the backward pass, which waits for it behind a barrier of the program."""
-
-    def fn(x, w, v):
-        block = jax.checkpoint(lambda x, w, v: jnp.tanh(x @ w) @ v)
-        return jax.grad(lambda p: (block(x, *p) ** 2).sum())((w, v))
-
-    layout, dims = "batch: data; in: data", {"x": "batch in", "w": "in out", "v": "out in"}
-    plan, jaxpr = lowered(fn, f32(8, 16), f32(16, 8), f32(8, 16), layout=layout, dims=dims)
-    gathered = sorted(c.tensor for c in plan.collectives if c.op == "all-gather")
-    assert gathered in (["v", "v", "w", "w"], ["v", "v", "w"])
-    assert "optimization_barrier" in str(jaxpr)
 
 
 # -- branches
@@ -382,12 +355,6 @@ def test_what_is_gathered(name):
     fn, shapes, dims, tensors = GATHERED[name]
     plan = same_as_unsharded(fn, *(normal(*shape) for shape in shapes), layout="columns: data", dims=dims)
     assert [c.tensor for c in plan.collectives if c.op == "all-gather" and c.shape == shapes[0]] == tensors
-
-
-def test_what_is_computed_again_behind_a_barrier_shares_nothing():
-    fn = jax.grad(lambda x: jnp.sum(jax.checkpoint(lambda x: jnp.sort(jnp.sin(x)))(x) ** 2))
-    plan = same_as_unsharded(fn, normal(16), layout="columns: data", dims=LINE)
-    assert sum(c.op == "all-gather" for c in plan.collectives) >= 2
 
 
 def test_a_program_without_names_gets_a_template():

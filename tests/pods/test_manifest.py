@@ -87,13 +87,6 @@ def test_arguments_of_all_characters(word, image):
     assert yaml.safe_load(next(line for line in lines if line.startswith("image:"))) == {"image": image}
 
 
-def test_an_unknown_field_is_invalid_by_the_schema():
-    made, *_ = jobset("v5e:4x4")
-    made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["nodeSelectors"] = {}
-    with pytest.raises(jsonschema.ValidationError, match="nodeSelectors"):
-        jsonschema.validate(made, SCHEMA)
-
-
 def directives(text):
     """Option → value of the ``#SBATCH`` lines, all of them before the first command, as sbatch requires."""
     lines = text.splitlines()

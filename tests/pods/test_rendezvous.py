@@ -167,7 +167,6 @@ BAD = [*((v, {}, s) for v, s in BAD_VARIABLES), *(({}, a, s) for a, s in BAD_ARG
 @pytest.mark.parametrize(("variables", "arguments", "says"), BAD)
 def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments, says):
     monkeypatch.setattr(start, "_started", [])
-    monkeypatch.setattr(start, "_end_with_the_launcher", lambda: None)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     good = {"MESHPAR_PROCESS": "1", "MESHPAR_PROCESSES": "2", "MESHPAR_COORDINATOR": "127.0.0.1:1"}
     for name, value in {**good, **variables}.items():

@@ -9,7 +9,7 @@ import time
 import pod_programs as programs
 import pytest
 
-from meshpar._src.pods.watch import _RECENT_CALLS, Calls, Judge, _worth_keeping
+from meshpar._src.pods.watch import Calls, Judge
 
 TIMEOUT = 3.0
 
@@ -198,13 +198,3 @@ def test_one_that_is_only_ahead_is_no_cause():
     late = judge.verdict(beats(a, b), 5.1)
     assert late is not None  # the beats did not change
     assert late.kind == "lost"
-
-
-def test_older_calls_are_retained_at_wider_intervals():
-    now = 1024 * 100 + 1
-    kept = [n for n in range(now + 1) if _worth_keeping(n, now)]
-    recent = set(range(now - _RECENT_CALLS + 1, now + 1))
-    by_64 = set(range(0, now, 64)) & set(range(now - 64 * _RECENT_CALLS + 1, now))
-    by_1024 = set(range(0, now, 1024)) & set(range(now - 1024 * _RECENT_CALLS + 1, now))
-    assert set(kept) == recent | by_64 | by_1024
-    assert [len(s) for s in (recent, by_64, by_1024)] == [_RECENT_CALLS] * 3

@@ -1,8 +1,6 @@
 """A function sends the same under every kind of call, and calls keep their derivatives."""
 
-import ast
 import sys
-from pathlib import Path
 
 import covering
 import jax
@@ -91,19 +89,6 @@ def test_a_call_with_slices_keeps_its_own_derivative(kind, lowering):
 
 NEWER, OLDER = {"log2", "one_minus_square", "polynomial"}, {"call", "closed_call"}
 """Primitives that JAX 0.12 has and 0.10 lacks, and the reverse."""
-NO_PRIMITIVES = {
-    "rules/registry.py": "families of primitives",
-    "rules/rule.py": "kinds of factors",
-    "rules/partial.py": "kinds of dtypes",
-    "layers/moe/layer.py": "parameters",
-    "verify/hlo_text.py": "operations of HLO",
-    "compat/jax.py": "scopes in names of operations",
-    "rules/reduce.py": "kinds of factors",
-    "program/guessed_names.py": "names of dims and sentences",
-    "entry/options.py": "lowerings",
-    "verify/check.py": "lowerings",
-}
-"""Files with collections of other names that are also names of primitives."""
 
 
 def known_primitives():
@@ -115,30 +100,5 @@ def known_primitives():
     return {p.name for names in modules for p in names.values() if isinstance(p, jax.extend.core.Primitive)}
 
 
-def names_by_hand(tree):
-    """The strings of each collection in a module's constants at least half of which are names of primitives, with their line."""
-    constants = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
-    for node in (inner for constant in constants for inner in ast.walk(constant)):
-        strings = [
-            x.value for x in getattr(node, "elts", ()) if isinstance(x, ast.Constant) and isinstance(x.value, str)
-        ]
-        if strings and 2 * sum(x in PRIMITIVES for x in strings) >= len(strings):
-            yield node.lineno, strings
-
-
-def test_primitives_named_by_hand_exist():
-    """In the registry, and in constants of modules."""
-    known = known_primitives() | NEWER | OLDER
-    assert set(PRIMITIVES) <= known
-    package, missing = Path(mp.__file__).parent / "_src", []
-    for path in sorted(package.rglob("*.py")):
-        name = str(path.relative_to(package))
-        if name not in NO_PRIMITIVES:
-            rows = names_by_hand(ast.parse(path.read_text()))
-            missing += [(name, line, set(names) - known) for line, names in rows if not set(names) <= known]
-    assert not missing
-
-
-def test_a_collection_of_names_is_recognized():
-    tree = ast.parse('A = frozenset({"jit", "pjit"})\nB = ("data", "model")\nC = ["scan"]')
-    assert [set(names) for _, names in names_by_hand(tree)] == [{"jit", "pjit"}, {"scan"}]
+def test_registered_primitives_exist():
+    assert set(PRIMITIVES) <= known_primitives() | NEWER | OLDER

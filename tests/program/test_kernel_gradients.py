@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar._src.program.kernel_gradients import with_residuals
+from meshpar._src.program import kernel_gradients
 from meshpar._src.program.kernels import Kernel, parse_rule
 
 RULE = (
@@ -80,6 +80,10 @@ DIMS = {"q": "batch seq heads d", "k": "batch seq kv_heads d", "v": "batch seq k
 
 def kernel(fn, rule):
     return Kernel(fn, parse_rule(rule), None, None, "mine")
+
+
+def with_residuals(kernel, xs):
+    return kernel_gradients.with_residuals(kernel, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs))
 
 
 def test_residuals_of_attention_have_its_factors():

@@ -12,7 +12,7 @@ from rich.console import Console
 
 import meshpar as mp
 from meshpar._src.report.colours import ROLE_CLASSES
-from meshpar._src.report.diff import Metric, _moved_bytes
+from meshpar._src.report.diff import Metric
 from meshpar._src.report.document import plain
 from meshpar._src.report.tables import ratio, shortened
 from meshpar._src.units import format_bytes, format_memory, format_seconds
@@ -98,18 +98,9 @@ def test_the_verdict_of_other_programs_and_devices_says_so():
     )
 
 
-def test_the_argument_whose_layout_changes_most_bytes():
-    """``w`` moves from one dim to the other: no device stores more bytes, but 7 of 8 of them are others."""
-    a, b = planned("embed: data"), planned("batch, mlp: data")
-    (w,), (other,) = ([h for h in p.inputs if h.path == "w"] for p in (a, b))
-    assert w.bytes == other.bytes
-    devices = 8
-    assert _moved_bytes((a, w), (b, other)) == 2 * w.bytes * (1 - 1 / devices)
-    assert _moved_bytes((a, w), (a, w)) == 0.0
-
-
 def test_the_verdict_without_a_chip_or_without_a_difference():
     unknown = planned("batch: data", topology=None).diff(planned("", topology=None))
+    assert not any("–" in line for line in str(unknown).partition("change")[2].split("argument")[0].splitlines())
     assert unknown.verdict == f"b sends 0 B a step, a {format_bytes(unknown.a.bytes_sent)}"
     assert planned("batch: data").diff(planned("batch: data")).verdict.startswith("b takes as long as a, ")
 

@@ -9,7 +9,7 @@ import lab_program
 import pytest
 
 import meshpar as mp
-from meshpar._src.report.facts import MEASURED_GPU_STEPS, argument_dims, largest_values, parallelism, rule_effects
+from meshpar._src.report.facts import MEASURED_GPU_STEPS, argument_dims, parallelism, rule_effects
 from meshpar._src.report.timeline import COMPUTE, timeline
 
 BATCH, EMBED, MLP, LAYERS = 4096, 1024, 4096, 6
@@ -106,15 +106,6 @@ def test_a_collective_that_is_waited_for_stands_between_kernels():
     assert reduced.exposed == pytest.approx(reduced.seconds)
     others = [s for s in forward.spans if s is not reduced]
     assert all(s.start >= reduced.end - 1e-12 or s.end <= reduced.start + 1e-12 for s in others)
-
-
-def test_the_largest_values_in_between():
-    plan = planned("batch: data; mlp: model")
-    largest = largest_values(plan)
-    assert largest[0].bytes == max(v.bytes for v in largest)
-    hidden = next(v for v in largest if v.shape == (LAYERS, BATCH, MLP))
-    assert hidden.dims == [("layers", ()), ("batch", ("data",)), ("mlp", ("model",))]
-    assert hidden.bytes == LAYERS * BATCH * MLP * 4 / 8
 
 
 def test_what_a_repl_shows_fits_a_screen():

@@ -9,11 +9,14 @@ import optax
 import pytest
 from rich.ansi import AnsiDecoder
 from rich.console import Console
+from rich.text import Text
 
 import meshpar as mp
 from meshpar._src.hardware.chips import GIB
 from meshpar._src.report.colours import PALETTE, AxisColours
+from meshpar._src.report.document import plain
 from meshpar._src.report.facts import argument_groups, collective_groups
+from meshpar._src.report.tables import Wrapped
 from meshpar._src.report.text import BAR_CELLS, memory_bar
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
@@ -26,14 +29,44 @@ def styles_of(text):
 
 
 @pytest.mark.parametrize(
-    ("peak", "filled", "over"), [(0.001, 1, False), (4, 5, False), (15.7, 20, False), (16, 20, False), (40, 20, True)]
+    ("peak", "filled", "colour"),
+    [
+        (0.001, 1, PALETTE[0]),
+        (4, 5, PALETTE[0]),
+        (13.5, 17, PALETTE[0]),
+        (13.7, 17, "yellow"),
+        (16, 20, "yellow"),
+        (40, 20, "red"),
+    ],
 )
-def test_the_bar_of_a_devices_memory(peak, filled, over):
+def test_the_bar_of_a_devices_memory(peak, filled, colour):
     bar = memory_bar(peak * GIB, 16 * GIB)
     assert bar.plain.count("█") == filled
     assert bar.plain.count("█") + bar.plain.count("░") == BAR_CELLS
     assert bar.plain.endswith(f"] {peak / 16:.0%}".replace("%", " %"))
-    assert any("red" in style for _, style in styles_of(bar)) == over
+    assert {style.removeprefix("bold ") for text, style in styles_of(bar) if "█" in text} == {colour}
+
+
+@pytest.mark.parametrize(("rows", "label"), [(13.3, "fits"), (13.5, "tight"), (15.8, "too large")])
+def test_a_plan_above_the_memory_that_a_search_allows_is_tight(rows, label):
+    """``rows`` × 1 GiB of weights on a device with 15.75 GiB, of which a search allows 85 %, 13.39 GiB."""
+    weights = jax.ShapeDtypeStruct((int(rows * 2**14), 2**14), jnp.float32)
+    x, where = jax.ShapeDtypeStruct((4, weights.shape[0]), jnp.float32), {"mesh": "data=4", "topology": "v5e:2x2"}
+    plan = mp.plan(lambda w, x: x @ w, weights, x, layout="batch: data", dims={"x": "batch embed"}, **where)
+    lines = [line.split() for line in str(plan).splitlines()]
+    assert [label.split()[0]] == [words[0] for words in lines if words and words[0] in ("fits", "tight", "too")]
+    assert ("a search allows 85 %" in str(plan)) == (label == "tight")
+    assert ('<b class="tight">Tight' in plan._repr_html_()) == (label == "tight")
+    assert f"batch 4 × embed {weights.shape[0]:,}" in str(plan)
+
+
+@pytest.mark.parametrize("width", range(9, 40))
+def test_separators_end_lines_and_are_never_alone(width):
+    items = ["one", "two two", "three three three", "four four", "five"]
+    lines = plain(Wrapped([Text(item) for item in items], " · ", Text("head")), width).split("\n")
+    assert max(map(len, lines)) <= width
+    assert not any(line.strip() == "·" or line.lstrip().startswith("·") or line != line.rstrip() for line in lines)
+    assert " ".join(lines).split() == f"head {' · '.join(items)}".split()
 
 
 def test_axes_have_the_same_colour_everywhere():

@@ -1,7 +1,6 @@
 """Ops that read elements of other shards: results equal the unsharded run, and the compiled program has the planned exchanges."""
 
 import functools
-import itertools
 from collections import Counter
 
 import arrays
@@ -15,7 +14,6 @@ from jax import lax
 from same_results import assert_as_unsharded, assert_close
 
 import meshpar as mp
-from meshpar._src.rules.halo import halo_exchange, scatter_windows
 
 RNG = np.random.default_rng(0)
 MESHES = {"data=4, model=2": "rows: data; columns: model", "data=2, model=2, idle=2": "rows: data+model"}
@@ -233,12 +231,6 @@ def test_sends_the_halos_and_nothing_else(fn, expected):
     assert planned == found == expected
 
 
-def test_a_window_as_large_as_the_result_leaves_it_split():
-    assert sent(conv(24, 1, ((0, 23),))[0], normal(2, 24, 2))[0].outputs[0].spec == jax.sharding.PartitionSpec(
-        None, "data"
-    )
-
-
 def test_half_shards_are_sent_once_for_any_number_of_devices():
     """Slices of shards at many distances are sent in two permutes, since no device has more than two partners."""
     _, planned, found = sent(lambda x: jnp.split(x, 2, 1), normal(2, 32, 2), "rows: data+model")
@@ -282,29 +274,3 @@ def test_the_gradient_of_pools_within_shards_sends_nothing():
 
         plan = mp.plan(jax.grad(loss), x, mesh="data=4, model=2", layout="rows: data", dims={"x": "_ rows _"})
         assert not [c for c in plan.collectives if c.shape]
-
-
-@pytest.mark.parametrize("low", [0, 1, 2])
-@pytest.mark.parametrize(("every", "taps"), list(itertools.product((1, 2, 3), (1, 2, 3, 5))))
-def test_the_windows_that_overlap_a_shard(every, taps, low):
-    block, parts = 6, 4
-    count = block // every
-    windows, elements = scatter_windows(block, parts, count, every, taps, low)
-    for p in range(parts):
-        mine = set(range(p * block, (p + 1) * block))
-        reach = [
-            k for k in range(-taps, parts * count + taps) if mine & set(range(k * every - low, k * every - low + taps))
-        ]
-        first, start = windows.exchange.starts[p], elements.exchange.starts[p]
-        assert first <= min(reach)
-        assert first + windows.exchange.length > max(reach)
-        assert start == first * every - low <= p * block  # the elements begin with the first window
-        assert start + elements.exchange.length >= (p + 1) * block
-        assert first + 1 > min(reach) or (first + 1) * every - low > p * block  # and with no earlier one than needed
-
-
-@pytest.mark.parametrize("shards", [2, 3, 4, 8])
-def test_windows_of_all_elements_are_gathered(shards):
-    """Permutes would send as many elements as an all-gather."""
-    assert halo_exchange(5, (0,) * shards, 5 * shards).gather
-    assert not halo_exchange(5, tuple(5 * p - 1 for p in range(shards)), 6).gather

@@ -152,22 +152,6 @@ def test_triangular_solve_gathers_matrices_that_are_split(lowering):
     assert sorted((c.op, c.bytes) for c in sent) == moved
 
 
-@pytest.mark.parametrize(
-    ("layout", "lowering"),
-    covering.each(["batch: data; features: model", "features: data", "batch: data; rows: model"], LOWERINGS),
-)
-def test_symmetric_product(layout, lowering):
-    """If contracted columns are split, the other operand is added on one device only."""
-    a, c = normal(4, 6, 8), normal(4, 6, 6)
-
-    def step(a, c):
-        return lax.linalg.symmetric_product(a, c, alpha=2.0, beta=3.0)
-
-    dims = {"a": "batch rows features", "c": "batch rows _"}
-    got = run(step, a, c, mesh="data=4, model=2", layout=layout, dims=dims, lowering=lowering)
-    np.testing.assert_allclose(got, 2 * a @ np.swapaxes(a, 1, 2) + 3 * c, rtol=2e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_batches_of_factorizations(lowering):
     x = normal(8, 6, 4)

@@ -17,7 +17,7 @@ import meshpar as mp
 from meshpar._src.plan.steps import Run
 from meshpar._src.program.primitives import reduce_in
 from meshpar._src.rules import ELEMENTWISE, PRIMITIVES, primitive
-from meshpar._src.rules.partial import SCALES, dtype_class, is_scale
+from meshpar._src.rules.partial import dtype_class
 
 REDUCE = {kind: getattr(lax, f"reduce_{kind}") for kind in ("sum", "max", "min", "prod", "and", "or")}
 KINDS = {  # dtype: kinds of reductions
@@ -350,19 +350,6 @@ def test_a_value_with_two_readers_is_reduced_once_before_both():
         return g * (1 / jnp.maximum(1, jnp.linalg.norm(g)))
 
     assert sent(clipped, x) == sent(lambda x: x.sum(0), x)
-
-
-@pytest.mark.parametrize(
-    ("constant", "passes"),
-    [*((c, True) for c in (1.0, -0.1, 1 / 4096)), *((c, False) for c in (0.0, np.inf, np.nan, 1e30, 1e-30))],
-)
-def test_constants_that_may_scale_a_partial_sum(constant, passes):
-    assert is_scale(np.float32(constant)) == passes
-    assert is_scale(np.complex64(constant)) == passes
-    assert not any(map(is_scale, (SCALES[0] / 2, SCALES[1] * 2)))
-    assert is_scale(2.0**22, inverse=True)  # the mean of 4 million elements
-    assert not is_scale(2.0**22)
-    assert not is_scale(2.0**-22, inverse=True)
 
 
 @pytest.mark.parametrize(

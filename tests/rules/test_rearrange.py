@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar._src.rules import primitive
 from meshpar._src.rules.local import LocalOp
-from meshpar._src.rules.rearrange import ANY, ZERO, exchange, rearrange, runs_of, table_of
+from meshpar._src.rules.rearrange import ANY, ZERO, exchange, rearrange, runs_of
 
 SIZE = 16
 RNG = np.random.default_rng(0)
@@ -26,14 +26,6 @@ X = RNG.normal(size=(3, SIZE)).astype(np.float32)
 def expected(table):
     table = np.asarray(table)
     return np.where(table == ZERO, 0, X[:, np.maximum(table, 0)]), table != ANY
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_runs_of_is_inverted_by_table_of(name):
-    runs = runs_of(TABLES[name])
-    assert np.array_equal(table_of(runs), TABLES[name])
-    for first, step, count in runs_of(TABLES[name], breaks=[4, 8, 12]):
-        assert first < 0 or first // 4 == (first + step * (count - 1)) // 4
 
 
 def test_rearrange_is_numpy_indexing():

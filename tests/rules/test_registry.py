@@ -8,27 +8,9 @@ from meshpar._src.rules.partial import LINEAR
 from meshpar._src.rules.registry import register
 
 
-def test_a_primitive_without_an_entry_is_costly_and_has_no_rule():
-    entry = primitive("no_such_primitive")
-    assert entry.rule is None
-    assert entry.local is None
-    assert not any((entry.elementwise, entry.view, entry.fusible, entry.cheap))
-    assert "no_such_primitive" not in PRIMITIVES
-
-
 def test_a_primitive_has_one_entry():
     with pytest.raises(ValueError, match="'cumsum' has two entries"):
         register("cumsum")
-
-
-def test_traits_of_some():
-    linear = having(lambda p: LINEAR in p.partial)
-    assert {"add", "add_any", "sub"} < linear
-    assert not {"mul", "exp", "max", "sign"} & linear
-    assert {"transpose", "reshape", "copy", "name_dims"} < having(lambda p: p.view)
-    assert not {"add", "broadcast_in_dim", "pad"} & having(lambda p: p.view)
-    assert having(lambda p: p.matmul) == {"dot_general", "ragged_dot_general", "conv_general_dilated"}
-    assert primitive("cumsum").pinned
 
 
 def test_expensive_results_are_saved_for_a_backward_pass():

@@ -1,7 +1,5 @@
 """Ops with several operands or results, whose operands are sharded differently: results are correct, and factors separate."""
 
-import types
-
 import covering
 import jax
 import jax.numpy as jnp
@@ -10,9 +8,6 @@ import pytest
 from jax import lax
 from jax.extend.random import threefry2x32_p
 from same_results import assert_as_unsharded
-
-from meshpar._src.rules import primitive
-from meshpar._src.rules.rule import same_dims
 
 RNG = np.random.default_rng(0)
 X, Y = (RNG.normal(size=(8, 8)).astype(np.float32) for _ in range(2))
@@ -75,20 +70,3 @@ def test_operands_that_are_sharded_differently(name, layout):
     """One program per case, since a join of names in another case would restrict the sharding. One mesh axis is idle."""
     options = {"mesh": "data=2, model=2, idle=2", "layout": layout, "dims": DIMS}
     assert_as_unsharded(CASES[name], X, Y, W, lowerings=["shard_map"], **options)
-
-
-@pytest.mark.parametrize("name", ["psum", "pmax", "pmin"])
-def test_a_reduction_of_several_operands_does_not_mix_their_factors(name):
-    """JAX binds one operand at a time today. If it binds several, the result of one is complete when another is split."""
-    eqn = types.SimpleNamespace(
-        primitive=types.SimpleNamespace(name=name), params={"axes": (0,), "axis_index_groups": None}
-    )
-    rule = primitive(name).rule(eqn, [(8, 4), (8, 2, 3)], [(4,), (2, 3)])
-    for k in (0, 1):
-        assert rule.partial_factors(k) == [rule.ins[k][0][0]]
-
-
-def test_results_with_the_dims_of_their_operands_do_not_mix_factors():
-    rule = same_dims(None, [(8, 4), (6, 3)], [(8, 4), (2, 3)])
-    assert rule.partial_factors(0) == []
-    assert rule.partial_factors(1) == [rule.ins[1][0][0]]

@@ -23,8 +23,6 @@ ALLOWED = {
         "of custom derivatives, JAX has no vmap of the forward derivative of a `custom_vjp` only",
     ),
     "plan/decide.py": (1, "`random_bits` of a key that is the same everywhere"),
-    "program/divisible_rewrite/candidates.py": (1, "`rev` moves every element, others only those at the ends"),
-    "program/divisible_rewrite/constants.py": (3, "indices of arange and negative indices: `iota`, `select_n`, `lt`"),
     "report/hints.py": (1, "the exponential of a softmax: `exp`, `exp2`"),
     "program/sums.py": (2, "`add_any`, which only JAX's transposition makes"),
 }

@@ -10,6 +10,7 @@ from browser import chromium
 
 import meshpar as mp
 from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.units import format_duration
 from meshpar.errors import MeshError, UnsupportedError
 
 DIMS = {"state/params/*": "vocab embed", "state/opt/*": "vocab embed", "tokens": "batch seq"}
@@ -89,6 +90,9 @@ def test_several_topologies(plan, tmp_path):
     assert stored["options"]["sources"]["mtbf"].startswith("of a chip")
     text = (tmp_path / "run.txt").read_text()
     assert all(r.topology in text for r in run.rows)
+    shortest, longest = map(format_duration, run.best.save_seconds)
+    assert f"; save every {longest} (at most 1 % longer than every {shortest})" in text
+    assert "price         4.2 for an hour of a v5p, 0.1 for an hour of a v5e: given" in text
 
 
 def test_the_page_draws_parts_and_the_loss_by_save_interval(plan, tmp_path):
@@ -164,5 +168,7 @@ def test_plans_without_a_run(plan):
     forward = mp.plan(lambda x: x * 2, M, mesh="data=4", topology="v5e:2x2", layout="", dims={"x": "batch embed"})
     with pytest.raises(UnsupportedError, match="no argument of integers"):
         forward.run_plan(1e12)
-    with pytest.raises(UnsupportedError, match="no parameters"):
+    with pytest.raises(
+        UnsupportedError, match=r"no argument of .* is recognised as the parameters(.|\n)*call them `params`"
+    ):
         forward.run_plan(1e12, step_tokens=8)

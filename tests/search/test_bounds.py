@@ -92,15 +92,9 @@ def test_the_bound_from_another_plan_holds(plan):
     assert 0.25 * whole.kernels <= less.kernels < whole.kernels
 
 
-def test_what_another_plan_may_send_grows_with_the_seconds_it_may_take(plan):
+def test_no_plan_sends_more_than_its_seconds_allow(plan):
     found = plan.replan(layout="batch, embed: data; mlp: model")
     breakdown = breakdown_of(found)
-    assert breakdown.sent >= breakdown.hidden >= 0
-    assert breakdown.seconds == pytest.approx(breakdown.kernels + breakdown.sent - breakdown.hidden)
-    assert breakdown.max_comm_seconds(breakdown.kernels, breakdown.seconds) == pytest.approx(breakdown.sent)
-    most = [breakdown.max_comm_seconds(breakdown.kernels, part * breakdown.seconds) for part in (0.5, 1.0, 2.0)]
-    assert most[0] < most[1] < most[2]
-    assert breakdown.max_comm_seconds(2 * breakdown.kernels, 2 * breakdown.seconds) < most[2]
     for layout in LAYOUTS:
         other = plan.replan(layout=layout)
         kernels = breakdown.lower_bound(AxisAssignment(other.program, mp.Layout(layout), other.sizes)).kernels

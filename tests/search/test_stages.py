@@ -86,7 +86,7 @@ def test_every_row_is_the_plan_of_its_text(many_small_microbatches):
         plan = found.plan(row)
         assert (plan.seconds, plan.memory.peak) == (row.seconds, row.peak)
         assert plan.pipeline is not None
-        assert (plan.schedule, plan.pipeline.gather) == (row.schedule, row.gather)
+        assert (plan.request.schedule, plan.pipeline.gather) == (row.schedule, row.gather)
 
 
 def test_all_schedules_are_tried_for_the_best_candidate(many_small_microbatches):

@@ -100,7 +100,7 @@ def test_train_step_is_equal_on_every_mesh(state, x):
     assert report.ok
     assert [r.leaves for r in report.rows] == [len(jax.tree.leaves(state)) + 1] * 3
     assert all(r.difference < 1e-5 and r.explained == () for r in report.rows)
-    assert "3 of 3 runs equal" in str(report)
+    assert "3 of 3 runs of" in str(report)
 
 
 def test_one_mesh_or_several(x):
@@ -249,7 +249,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch):
     assert report.rows[0].rounding > 1e-5
     row = report.rows[0]
     head, line, *notes = " ".join(str(report).split()).replace("rounding: ", "✓rounding: ").split("✓")[1:]
-    assert "1 of 1 runs equal" in head
+    assert "1 of 1 runs of" in head
     assert line.strip().endswith(f"; {len(explained)} of {row.leaves} leaves differ by rounding only")
     assert f"{row.rounding:.1e}" not in line  # it is in the note, which says why it is no error
     assert (
@@ -458,7 +458,10 @@ def test_the_leaves_that_differ_by_rounding_are_named():
 
     rows = [Row("embed: data", "data=2", "shard_map", "w", 1e-7, 9, tuple(f"bias_{k}" for k in range(9)), rounding=2.0)]
     text = str(Report(rows))
-    assert "1 of 1 runs equal to the unsharded one, to 1e-05 of each leaf's largest value, or up to rounding" in text
+    assert (
+        "1 of 1 runs of `data=2` equal to the unsharded one, to 1e-05 of each leaf's largest value, or up to rounding"
+        in text
+    )
     assert "\n  bias_0, bias_1" in text
     assert max(map(len, text.splitlines())) <= 120
     assert "bias_7 and 1 more" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from ..compat.jax import pass_of
@@ -15,47 +16,33 @@ KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
 ROLES = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
 
 
-class _ProgramFacts:
-    """The facts of a program from which roles follow.
+def _passes(program: Program) -> Callable[[Op | None], str | None]:
+    """A function from an op to ``"forward"`` or ``"backward"``, by its name stack or the ones of the loops around it; None:
+    neither."""
 
-    Attributes:
-      passes: op → ``"forward"``, ``"backward"`` or None, cached.
-    """
+    @functools.cache
+    def of(op: Op | None) -> str | None:
+        own = None if op is None else pass_of(op.eqn)
+        return own if op is None or own == "backward" else of(op.frame.parent) or own
 
-    def __init__(self, program: Program):
-        """Record the dims of the program's weights, and of one layer of stacked weights."""
-        self.find = program.unifier.find
-        self.passes: dict[Op, str | None] = {}
-        self._like_weights: dict[Value, bool] = {}
-        params = [v for v in program.inputs if v.kind == "params"]
-        self._weights = {self._classes(v) for v in params if v.shape}
-        self._weights |= {self._classes(v, 1) for v in params if len(v.shape) > 2}
-
-    def _classes(self, value: Value, drop: int = 0) -> tuple[int, ...]:
-        return tuple(self.find(n) if n >= 0 else n for n in value.nodes[drop:])
-
-    def is_like_a_weight(self, value: Value) -> bool:
-        """Whether a value has the dims of a weight, or of one layer of a stack of them."""
-        if value not in self._like_weights:
-            self._like_weights[value] = self._classes(value) in self._weights
-        return self._like_weights[value]
-
-    def pass_of(self, node: Kernel) -> str | None:
-        """``"forward"`` or ``"backward"``, by the name stack of the kernel's op or of the loops around it; None: neither."""
-        if node.op is None:
-            return None
-        if node.op not in self.passes:
-            op, name = node.op, None
-            while op is not None and name != "backward":
-                name = pass_of(op.eqn) or name
-                op = op.frame.parent
-            self.passes[node.op] = name
-        return self.passes[node.op]
+    return of
 
 
 def pass_of_kernel(plan: Plan) -> Callable[[Kernel], str | None]:
     """A function from a kernel to its pass, ``"forward"`` or ``"backward"``; None: neither."""
-    return plan.program.cached(_ProgramFacts).pass_of
+    of = plan.program.cached(_passes)
+    return lambda kernel: of(kernel.op)
+
+
+def _classes(program: Program, value: Value, drop: int = 0) -> tuple[int, ...]:
+    """The classes of joined names of the dims of a value, without its first ``drop`` dims."""
+    return tuple(program.unifier.find(n) if n >= 0 else n for n in value.nodes[drop:])
+
+
+def _weights(program: Program) -> set[tuple[int, ...]]:
+    """The dims of the program's weights, and of one layer of stacked weights."""
+    params = [v for v in program.inputs if v.kind == "params" and v.shape]
+    return {_classes(program, v, drop) for v in params for drop in range(1 + (len(v.shape) > 2))}
 
 
 @cached_on_plan
@@ -65,7 +52,7 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     Arguments and results have the role of their path. Other buffers are gradients if they have the dims of a weight, saved
     activations if the forward pass makes them and the backward pass reads them, else temporaries.
     """
-    facts = plan.program.cached(_ProgramFacts)
+    when_of, weights = pass_of_kernel(plan), plan.program.cached(_weights)
     constants = set(computation_of(plan).constants)
 
     def kind(item: Buffer) -> str:
@@ -80,10 +67,10 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
                 return "other inputs"
         if made is None or _of_inputs(item):
             return "temporaries"
-        when = facts.pass_of(made)
-        if when != "forward" and facts.is_like_a_weight(value):
+        when = when_of(made)
+        if when != "forward" and _classes(plan.program, value) in weights:
             return "gradients"
-        if when != "backward" and any(facts.pass_of(r) == "backward" for r in item.readers):
+        if when != "backward" and any(when_of(r) == "backward" for r in item.readers):
             return "saved activations"
         return "temporaries"
 

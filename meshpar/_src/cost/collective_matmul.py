@@ -39,7 +39,7 @@ from ..plan.spec import format_axes, itemsize, local_shape
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
 from ..units import format_seconds
-from .flops import flops_on, reread_bytes_on
+from .flops import padded_flops, reread_bytes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -206,10 +206,10 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
     sizes = [v.aval.size * itemsize(v.aval) if s is None else plan.shard_bytes(s) for v, s in shards]
     cut = [True] * len(sizes) if pair is None else _cut(pair, run)
     traffic = sum(size / blocks if is_cut else size for size, is_cut in zip(sizes, cut, strict=True))
-    traffic += reread_bytes_on(plan, chip)(run, 0, tuple(cut[:3]), blocks)
+    traffic += reread_bytes(plan, chip, run, 0, cut[:3], blocks)
     return kernel_seconds(
         chip,
-        flops_on(plan, chip.lanes)(run) / rate / blocks,
+        padded_flops(run, plan.sizes, chip.lanes) / rate / blocks,
         traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency),
         _elements(plan, run.results[0]) / (blocks if cut[-1] else 1),
     )

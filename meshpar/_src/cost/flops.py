@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 
 from ..compat.jax import in_recomputation
 from ..hardware.chips import Chip
-from ..hardware.compiler import CompilerModel
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Run
@@ -50,16 +48,10 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
 
 
 def reread_bytes(
-    run: Run,
-    other_arrays: int = 0,
-    cut: tuple[bool, ...] = (True,) * 3,
-    blocks: int = 1,
-    *,
-    sizes: Mapping[str, int],
-    vmem: float,
-    compiler: CompilerModel,
+    plan: Plan, chip: Chip, run: Run, other_arrays: int = 0, cut: Sequence[bool] = (True,) * 3, blocks: int = 1
 ) -> float:
-    """Bytes of the operands of one device's share of a matmul that are read from HBM beyond the first time.
+    """Bytes of the operands of one device's share of a matmul that are read from HBM beyond the first time; 0 on chips other
+    than TPUs.
 
     The TPU compiler (libtpu 0.0.42) reads both operands once if one fits into VMEM, less ``vmem_reserved_bytes``. Otherwise it
     computes the result in tiles, and reads rows of one operand and columns of the other for each. A tile is as large as its float32
@@ -69,14 +61,11 @@ def reread_bytes(
     Args:
       other_arrays: other arrays of the result's size that the kernel reads or writes.
       cut, blocks: for one of ``blocks`` chunks instead: whether (left operand, right operand, result) are chunked.
-      sizes: axis → size of the mesh.
-      vmem: bytes of VMEM.
-      compiler: the constants of the compiler for the chip.
     """
-    op = run.op
-    if op.primitive.family != "dot":
+    op, compiler, vmem = run.op, chip.compiler, chip.per_device().vmem
+    if op.primitive.family != "dot" or vmem is None or chip.switch:
         return 0.0
-    batch, m, n, k = _local_matmul_dims(run, sizes)
+    batch, m, n, k = _local_matmul_dims(run, plan.sizes)
     left, right, result = cut
     batch, k = batch // (blocks if left and right and result else 1), k // (1 if result else blocks)
     m, n = m // (blocks if left and not right else 1), n // (blocks if right and not left else 1)
@@ -121,39 +110,6 @@ def _local_matmul_dims(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, in
     )
     assert run.op.primitive.matmul_dims is not None
     return run.op.primitive.matmul_dims(run.op.eqn, lhs, rhs)
-
-
-def _matmul_table(program: Program, *key: Any) -> dict[tuple[Any, ...], float]:
-    """An empty table for a mesh and a property of a chip: (op, specs of its operands, …) → FLOPs or bytes of a matmul."""
-    return {}
-
-
-def _cached(plan: Plan, compute: Callable[..., float], *key: Any) -> Callable[..., float]:
-    """``compute(step of a matmul, *arguments)``, cached for all plans of the program on this mesh; it also depends on ``key``."""
-    found = plan.program.cached(_matmul_table, tuple(plan.sizes.items()), *key)
-
-    def once(run: Run, *arguments: Any) -> float:
-        """The cached result."""
-        at = run.op, *(shard and shard.spec for shard in run.operands[:2]), *arguments
-        if at not in found:
-            found[at] = compute(run, *arguments)
-        return found[at]
-
-    return once
-
-
-def flops_on(plan: Plan, lanes: int) -> Callable[[Run], float]:
-    """:func:`padded_flops` on the plan's mesh, cached."""
-    return _cached(plan, partial(padded_flops, sizes=plan.sizes, lanes=lanes), lanes)
-
-
-def reread_bytes_on(plan: Plan, chip: Chip) -> Callable[..., float]:
-    """:func:`reread_bytes` on the plan's mesh of TPUs, cached; 0 on other chips."""
-    vmem = chip.per_device().vmem
-    if vmem is None or chip.switch:
-        return lambda *of: 0.0
-    compute = partial(reread_bytes, sizes=plan.sizes, vmem=vmem, compiler=chip.compiler)
-    return _cached(plan, compute, "reread", vmem, chip.compiler)
 
 
 def model_flops(plan: Plan) -> float:

@@ -18,7 +18,7 @@ from ..program.ir import Op
 from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
-from .flops import few_rows, flops_on, local_opaque_flops, reread_bytes_on, single_row_elements
+from .flops import few_rows, local_opaque_flops, padded_flops, reread_bytes, single_row_elements
 from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written, line_of, window_bytes
 from .kernels import computation_of
 from .tiles import Tiles
@@ -75,7 +75,6 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     chip, computation = plan.chip, computation_of(plan)
     device = chip.per_device()
     out: dict[Kernel, KernelTime] = {}
-    flops_of, reread = flops_on(plan, chip.lanes), reread_bytes_on(plan, chip)
     results = {computation.outputs[k] for k in aliased_inputs(plan)} if chip.torus else set()
     kernels = list(_kernels_with_counts(computation))
     overwritten = {computation.inputs[k] for k in aliased_inputs(plan).values()}
@@ -86,7 +85,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     for kernel, count in kernels:
         if kernel.bodies or kernel.kind is Kind.TRANSFER:  # copies to and from the host run concurrently with kernels
             continue
-        flops = sum(map(flops_of, kernel.matmuls))
+        flops = sum(padded_flops(run, plan.sizes, chip.lanes) for run in kernel.matmuls)
         if isinstance(kernel.step, Run) and kernel.kind is Kind.OP:
             flops += local_opaque_flops(kernel.step, plan.sizes)
         traffic, elements = 0.0, _elements(kernel)
@@ -104,7 +103,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             traffic += sum(read_bytes(kernel, i) for i in reads)
             traffic += sum(i.bytes for i in kernel.ins) if kernel.kind is Kind.STACK else 0.0
             for run in kernel.matmuls:
-                traffic += reread(run, _other_result_sized_buffers(kernel, run))
+                traffic += reread_bytes(plan, chip, run, _other_result_sized_buffers(kernel, run))
         elif any(
             i in results and gathered_then_copied(plan, i.bytes, sum(j.bytes for j in kernel.reads))
             for i in kernel.writes

@@ -78,7 +78,7 @@ def memory_of(plan: Plan) -> Memory:
     """The live bytes on a device over a step of the plan."""
     walk = _Live(plan)
     walk.program(computation_of(plan))
-    return walk.memory()
+    return walk.result()
 
 
 def with_donated(plan: P, donated: frozenset[int]) -> P:
@@ -108,10 +108,9 @@ class _Live:
     """Allocates and frees the buffers of a plan in the order of its schedules.
 
     Attributes:
-      points: as in :class:`Memory`.
+      memory: the result so far.
       live: buffer → its allocated bytes, and those in host memory; total, on_host: of all of them.
-      peak, at: the largest total, and its kernel.
-      events, marks: as in :class:`Memory`; best: the mark of the peak.
+      best: the entry of :attr:`Memory.marks` of the peak.
       in_chunks: values that rings compute or gather in chunks.
       rings: result of a matmul in a gather ring → the all-gather and its ring.
     """
@@ -124,21 +123,16 @@ class _Live:
         self.copies = chip is not None and self.tpu and bool(chip.compiler.sync_collectives)
         self.postpones = self.tpu and plan.is_async("all-gather")
         self.schedules = schedules(plan)
-        self.points: list[tuple[int, float, Kernel]] = []
+        self.memory = Memory()
         self.live: dict[Buffer, tuple[float, float]] = {}
-        self.total = 0.0
-        self.on_host = self.host = 0.0
-        self.peak = -1.0
-        self.at: Kernel | None = None
-        self.events: list[tuple[Buffer, float | None]] = []
-        self.marks: list[tuple[int, list[tuple[Buffer, float]]]] = []
+        self.total = self.on_host = 0.0
         self.best: tuple[int, list[tuple[Buffer, float]]] = (0, [])
         self.aliased: set[Buffer] = set()
         self.in_chunks: set[Value] = set()
         self.rings: dict[Value, tuple[Step, GatherRing]] = {}
         for step in plan.body.all_steps:
             if isinstance(step, Reshard) and step.ring is not None:
-                made = [out for dot in step.ring.dots for out in dot.op.outs]
+                made = [out for run, _ in step.ring.dots for out in run.op.outs]
                 self.rings.update((v, (step, step.ring)) for v in made)
                 if step.ring.fused is None:
                     self.in_chunks.update([*made, *([step.result.value] if step.ring.keep_gathered else [])])
@@ -148,27 +142,27 @@ class _Live:
         if item not in self.live:
             n, host = (item.live_bytes, item.host_bytes) if size is None else (size, 0.0)
             self.live[item] = (n, host)
-            self.events.append((item, n))
+            self.memory.events.append((item, n))
             self.total += n
             self.on_host += host
-            self.host = max(self.host, self.on_host)
+            self.memory.host = max(self.memory.host, self.on_host)
 
     def drop(self, item: Buffer) -> None:
         """Free a buffer, if it is live."""
         if item in self.live:
             size, host = self.live.pop(item)
-            self.events.append((item, None))
+            self.memory.events.append((item, None))
             self.total -= size
             self.on_host -= host
 
     def sample(self, node: Kernel, in_flight: Sequence[Buffer] = ()) -> None:
         """Record the live bytes after a kernel, with the buffers of collectives in flight."""
-        more = {i: i.live_bytes for i in in_flight if i not in self.live}
+        more, memory = {i: i.live_bytes for i in in_flight if i not in self.live}, self.memory
         total = self.total + sum(more.values())
-        self.points.append((node.position, total, node))
-        self.marks.append((len(self.events), [*more.items()]))
-        if total > self.peak:
-            self.peak, self.at, self.best = total, node, self.marks[-1]
+        memory.points.append((node.position, total, node))
+        memory.marks.append((len(memory.events), [*more.items()]))
+        if memory.at is None or total > memory.peak:
+            memory.peak, memory.at, self.best = total, node, memory.marks[-1]
 
     def program(self, region: Computation) -> None:
         """Run the program: arguments and constants are live from its start, results to its end."""
@@ -189,7 +183,7 @@ class _Live:
                     for out in node.writes:
                         self.add(out)
         self.region(region, set(region.inputs) - donated | set(region.outputs))
-        if self.at is None and region.nodes:
+        if self.memory.at is None and region.nodes:
             self.sample(region.nodes[0])
 
     def region(self, region: Computation, retained: set[Buffer]) -> None:
@@ -341,30 +335,30 @@ class _Live:
                     self.drop(item)
             assert abs(self.total - before) < 1 + 1e-9 * before
 
-    def memory(self) -> Memory:
-        """The result, with the buffers that are live at the peak."""
+    def result(self) -> Memory:
+        """The memory, with the buffers that are live at the peak."""
+        memory = self.memory
         live: dict[Buffer, float] = {}
         before_peak, more = self.best
-        for item, size in self.events[:before_peak]:
+        for item, size in memory.events[:before_peak]:
             if size is None:
                 del live[item]
             else:
                 live[item] = size
-        best = [*live.items(), *more]
+        memory.live = [*live.items(), *more]
         kinds: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         padding: dict[str, float] = dict.fromkeys(ROLES, 0.0)
         largest = []
-        for item, size in best:
+        for item, size in memory.live:
             if size:
                 kind = self.kind_of(item)
                 kinds[kind] += size
                 padding[kind] += size * item.padding
                 largest.append((size, kind, item))
         largest.sort(key=lambda x: -x[0])
-        top = [(_name(self.plan, item), size, kind, size * item.padding) for size, kind, item in largest[:12]]
-        by_kind, padded = ({k: v for k, v in of.items() if v} for of in (kinds, padding))
-        peak, events, marks = max(self.peak, 0.0), self.events, self.marks
-        return Memory(peak, self.host, by_kind, padded, self.points, top, self.at, best, events, marks)
+        memory.largest = [(_name(self.plan, i), size, kind, size * i.padding) for size, kind, i in largest[:12]]
+        memory.by_kind, memory.padding = ({k: v for k, v in of.items() if v} for of in (kinds, padding))
+        return memory
 
 
 def ring_buffer_bytes(ring: GatherRing | ReduceRing, block: float, devices: int) -> float:

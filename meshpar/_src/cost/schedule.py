@@ -18,7 +18,7 @@ import math
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from typing import TypeVar
 
 from ..hardware.collective_ops import CollectiveOp
@@ -437,10 +437,7 @@ def _in_order(computation: Computation, concurrent: Mapping[Kernel, Sequence[Ker
             before[matmul].add(move)
         for reader in (r for buffer in move.writes for r in buffer.readers if r in before):
             before[reader].update(matmuls)
-    try:
-        return sorted_by_dependencies(before, index)
-    except CycleError:
-        return kernels
+    return sorted_by_dependencies(before, index)
 
 
 def sorted_by_dependencies(before: Mapping[T, Iterable[T]], position: Mapping[T, int]) -> list[T]:

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from ...errors import MeshError, UnknownDimError, UnsupportedError
 from ..dims import Dims
 from ..flax import Leaf, variables
-from ..hardware.topology import device_count, topology_of
+from ..hardware.topology import topology_of
 from ..lab import Lab
 from ..lab.session import Draft, Session
 from ..layout import Layout
@@ -173,9 +173,7 @@ def plan(
       >>> plan.memory.peak < plan.chip.hbm, plan.seconds > 0
       (True, True)
     """
-    _check_function(fn, "plan")
-    where, step = checked_mesh(planned_mesh(mesh, topology)), options_of(StepOptions, options)
-    return Jitted(fn, where, Layout(layout), step, topology=topology).plan(*args, **(kwargs or {}))
+    return _step_on("plan", fn, mesh, layout, topology, options).plan(*args, **(kwargs or {}))
 
 
 @takes_options(StepOptions)
@@ -325,10 +323,9 @@ def check(
     """
     _check_function(fn, "check")
     layout, mesh = _layout_and_mesh(fn, layout, mesh, "check")
-    given = {**options, **NO_DONATION}
     if lowerings is not None:
-        given["lowering"] = lowerings[0] if len(lowerings) == 1 else "auto"
-    step = _placeless(fn, given)
+        options["lowering"] = lowerings[0] if len(lowerings) == 1 else "auto"
+    step = _placeless(fn, {**options, **NO_DONATION})
     lowerings = tuple(lowerings or (step.lowering,))
     steps = {each: step._with(lowering=each) for each in lowerings}
     with progress_line("checking", progress) as tell:
@@ -381,16 +378,7 @@ def prove(
       >>> proof.proven, proof.share
       (True, 1.0)
     """
-    _check_function(fn, "prove")
-    given: Any = options
-    if layout is None or isinstance(fn, Jitted):
-        step = _with_layout(fn, "prove")._with(**options)
-        where = {
-            "mesh": step.mesh if mesh is None and topology is None else planned_mesh(mesh, topology),
-            "topology": topology,
-        }
-        return step._with(layout=Layout(layout or step.layout), **where).plan(*args, **(kwargs or {})).prove()
-    return plan(fn, *args, mesh=mesh, layout=layout, topology=topology, kwargs=kwargs, **given).prove()
+    return _step_on("prove", fn, mesh, layout, topology, options).plan(*args, **(kwargs or {})).prove()
 
 
 @takes_options(StepOptions)
@@ -462,14 +450,8 @@ def compile(
         return compile_lowered(fn, *args, name=getattr(fn, "__name__", None), mesh=axes, **how)
     _check_function(fn, "compile")
     if not isinstance(fn, Jitted):
-        if layout is None:
-            raise UnsupportedError(
-                "mp.compile needs a layout",
-                fixes=['mp.compile(step, state, batch, mesh="data=16, model=16", topology="v5e:16x16", layout=…)'],
-            )
-        where = auto_mesh(mesh_to_compile_for(mesh, topology))
-        fn = Jitted(fn, where, Layout(layout), options_of(StepOptions, options))
-        mesh = topology = None
+        fn = _placeless(fn, options)._with(layout=_layout_of(fn, layout, "compile"))
+        mesh, topology = auto_mesh(mesh_to_compile_for(mesh, topology)), None
     elif own := [k for k, v in {"layout": layout, **options}.items() if v != getattr(StepOptions, k, None)]:
         raise UnsupportedError(
             f"{', '.join(own)}: the result of mp.jit has its own",
@@ -629,7 +611,7 @@ def calibrate(
     """
     _check_function(fn, "hardware.calibrate")
     step = _placeless(fn, options)
-    pairs = list(_pairs(*_layout_and_mesh(fn, layout, mesh, "hardware.calibrate"), max_layouts))
+    pairs = _pairs(*_layout_and_mesh(fn, layout, mesh, "hardware.calibrate"), max_layouts)
     with contextlib.ExitStack() as stack:
         candidates = []
         report_progress = stack.enter_context(progress_line("calibrating", progress))
@@ -646,20 +628,21 @@ def _layout_and_mesh(fn: Callable[..., Any], layout: Any, mesh: Meshes, api: str
       UnsupportedError: a function without a layout.
       MeshError: a ``Jitted`` for a mesh without devices.
     """
-    if layout is not None:
-        return layout, mesh
-    step = _with_layout(fn, api)
-    return [step.layout], with_devices(step.mesh, f"mp.{api} runs the step") if mesh is None else mesh
+    if layout is None and mesh is None and isinstance(fn, Jitted):
+        mesh = with_devices(fn.mesh, f"mp.{api} runs the step")
+    return [_layout_of(fn, None, api)] if layout is None else layout, mesh
 
 
-def _with_layout(fn: Callable[..., Any], api: str) -> Jitted[..., Any]:
-    """The function, if it is a ``Jitted``, which has a layout of its own.
+def _layout_of(fn: Callable[..., Any], layout: LayoutLike | None, api: str) -> Layout:
+    """The given layout, or the layout of a ``Jitted``.
 
     Raises:
-      UnsupportedError: another function, whose layout is not given.
+      UnsupportedError: neither.
     """
+    if layout is not None:
+        return Layout(layout)
     if isinstance(fn, Jitted):
-        return fn
+        return fn.layout
     raise UnsupportedError(
         f"mp.{api} needs a layout", fixes=[f'mp.{api}(step, state, batch, mesh="data=8", layout="batch: data")']
     )
@@ -677,7 +660,28 @@ def _placeless(fn: Callable[..., Any], options: Mapping[str, Any]) -> Jitted[...
     return Jitted(fn, AbstractMesh((), ()), Layout(""), options_of(StepOptions, options))
 
 
-def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, Layout]]:
+def _step_on(
+    api: str,
+    fn: Callable[..., Any],
+    mesh: MeshLike | None,
+    layout: LayoutLike | None,
+    topology: str | None,
+    options: Mapping[str, Any],
+) -> Jitted[..., Any]:
+    """The step of a function, or of a ``Jitted``, whose mesh and layout are the default, to be planned on a mesh and a topology.
+
+    Raises:
+      UnsupportedError: no function, one without a layout, or options that do not exist.
+      MeshError: as :func:`plan`.
+    """
+    _check_function(fn, api)
+    step = _placeless(fn, options)._with(layout=_layout_of(fn, layout, api))
+    if isinstance(fn, Jitted) and mesh is None and topology is None:
+        return step
+    return step._with(mesh=checked_mesh(planned_mesh(mesh, topology)), topology=topology)
+
+
+def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> list[tuple[Mesh, Layout]]:
     """(mesh, layout) of every measurement, without duplicates.
 
     Raises:
@@ -686,31 +690,34 @@ def _pairs(layouts: Any, meshes: Any, max_layouts: int) -> Iterator[tuple[Mesh, 
     if isinstance(layouts, Search):
         rows = [r for r in layouts.rows if r.fits and r.variant == layouts.best.variant][:max_layouts]
         layouts = [(r.mesh, r.layout) for r in rows]
-    single = isinstance(layouts, str | Layout | Mapping)
-    items: list[Any] = [layouts] if single or _is_pair(layouts) else list(layouts)
-    given = None if meshes is None else [meshes] if isinstance(meshes, Mesh | str | Mapping) else list(meshes)
-    pairs: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
-
-    def add(where: MeshLike, layout: Layout) -> None:
-        made = auto_mesh(device_mesh(where))
-        if not isinstance(made, Mesh):
-            raise MeshError("an abstract mesh has no devices to measure on", fixes=['mp.mesh("data=4, model=2")'])
-        pairs.setdefault((tuple(made.shape.items()), str(layout)), (made, layout))
-
-    for item in items if all(map(_is_pair, items)) else []:
+    layouts = [layouts] if isinstance(layouts, str | Layout | Mapping) or _is_pair(layouts) else list(layouts)
+    given = [meshes] if isinstance(meshes, Mesh | str | Mapping) else meshes
+    if layouts and all(map(_is_pair, layouts)):
         if given is not None:
             raise MeshError("mesh= was given with layouts that have their own meshes", fixes=["leave it out"])
-        add(item[0], Layout(item[1]))
-    for layout in [] if pairs or not items else each_layout(items if not single else items[0]):
-        axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes)) or ["data"]
-        if given is None and len(axes) > 1:
-            raise MeshError(
-                f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",
-                fixes=[f'mesh="{axes[0]}=…, {axes[1]}=…"', "or pairs: layout=[(mesh, layout), …]"],
-            )
-        for where in given if given is not None else [f"{axes[0]}={len(jax.devices())}"]:
-            add(where, layout)
-    yield from pairs.values()
+        pairs = [(where, Layout(one)) for where, one in layouts]
+    else:
+        pairs = [(where, one) for one in each_layout(layouts) for where in given or [_only_mesh(one)]]
+    found: dict[tuple[Any, ...], tuple[Mesh, Layout]] = {}
+    for where, one in pairs:
+        made = with_devices(auto_mesh(device_mesh(where)), "layouts are measured on them")
+        found.setdefault((tuple(made.shape.items()), str(one)), (made, one))
+    return list(found.values())
+
+
+def _only_mesh(layout: Layout) -> str:
+    """The mesh of all devices along the axis of a layout with one axis.
+
+    Raises:
+      MeshError: the layout has several axes.
+    """
+    axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes)) or ["data"]
+    if len(axes) > 1:
+        raise MeshError(
+            f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",
+            fixes=[f'mesh="{axes[0]}=…, {axes[1]}=…"', "or pairs: layout=[(mesh, layout), …]"],
+        )
+    return f"{axes[0]}={len(jax.devices())}"
 
 
 def _is_pair(item: Any) -> bool:
@@ -786,27 +793,18 @@ def lab(
       ('data=4, model=2', 'batch: data; mlp: model')
     """
     _check_function(fn, "lab")
-    if mesh is None and topology is None:
-        try:
-            mesh = context_mesh()
-        except MeshError:
-            raise MeshError(
-                "neither a mesh nor a topology is given", fixes=['topology="v5e:16x16"', 'mesh="data=4, model=2"']
-            ) from None
+    if mesh is None:
+        mesh = context_mesh() if topology is None else "data=-1"
     if isinstance(mesh, Mesh):
         topology = topology or topology_of(list(mesh.devices.flat))
-    if mesh is None:
-        sizes = {"data": device_count(topology or "")}
-    else:
-        sizes = dict(planned_mesh(mesh if isinstance(mesh, str | Mapping) else dict(mesh.shape), topology).shape)
-    where = mesh_text(sizes)
-    step = options_of(StepOptions, options)
-    base = Jitted(fn, auto_mesh(planned_mesh(where, topology)), Layout(""), step, topology=topology)
+    abstract = planned_mesh(mesh if isinstance(mesh, str | Mapping) else dict(mesh.shape), topology)
+    where, step = mesh_text(abstract.shape), options_of(StepOptions, options)
+    base = Jitted(fn, auto_mesh(abstract), Layout(""), step, topology=topology)
     planned = base.plan(*args, **(kwargs or {}))
     chooses = layout is None
     if layout is None:
         names = planned.program.all_names()
-        layout = "; ".join(f"{dim}?: {next(iter(sizes))}" for dim in ("batch", "embed") if dim in names)
+        layout = "; ".join(f"{dim}?: {abstract.axis_names[0]}" for dim in ("batch", "embed") if dim in names)
 
     def compiled(draft: Draft, tell: Callable[[str], None]) -> Compiled:
         """Compile a draft (mesh, topology and layout) with the real compiler; ``tell`` receives progress texts."""

@@ -20,17 +20,18 @@ import time
 import warnings
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import jax
+from rich.console import Group
 from rich.text import Text
 
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
-from ..console import columns, console_of
+from ..console import columns
 from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
@@ -44,6 +45,7 @@ from ..program.patterns import patterns_of
 from ..progress import Progress, progress_line
 from ..report.document import shown_text
 from ..report.facts import fits
+from ..report.hints import topology_for_state
 from ..report.names import names_table
 from ..report.tables import hanging
 from ..runs import RunOptions
@@ -123,18 +125,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show_error(error: MeshparError) -> None:
     """Print an error to stderr: the class in red, the fixes in green, and facts and fixes wrapped in their column."""
-    kind, console, style = type(error).__name__, console_of(sys.stderr), ""
     head, *lines = str(error).split("\n")
-    console.print(Text.assemble((kind, "bold red"), f": {head}"))
+    shown, style = list[Any]([Text.assemble((type(error).__name__, "bold red"), f": {head}")]), ""
     for line in lines:
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
         style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
-        console.print(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
+        shown.append(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
+    print(shown_text(Group(*shown), sys.stderr), file=sys.stderr)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
     """Print a warning without the line that caused it, which is a line of this module."""
-    console_of(sys.stderr).print(Text.assemble((category.__name__, "yellow"), f": {message}"))
+    print(shown_text(Text.assemble((category.__name__, "yellow"), f": {message}"), sys.stderr), file=sys.stderr)
 
 
 GROUPS = {
@@ -167,32 +169,16 @@ Add = Callable[..., Any]
 Run = Callable[[argparse.Namespace], int]
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command of a target. All have TARGET, --set, --json and --debug.
-
-    Attributes:
-      run: runs the command, and returns the exit status.
-      add_arguments: adds the arguments that only this command has.
-      about: one sentence for the help text.
-      accelerator: whether it may use the accelerators of this machine; other commands leave them to other processes.
-    """
-
-    run: Run
-    add_arguments: Callable[[Add], None]
-    about: str
-    accelerator: bool = False
+COMMANDS: dict[str, tuple[Run, Callable[[Add], None], str]] = {}
+"""Of the commands of a target, which all have TARGET, --set, --json and --debug: name → the function that runs it and returns the
+exit status, the function that adds its other arguments, and one sentence for the help text."""
 
 
-COMMANDS: dict[str, Command] = {}
-"""Name → command, for the commands of a target."""
-
-
-def _command(add_arguments: Callable[[Add], None], about: str, accelerator: bool = False) -> Callable[[Run], Run]:
-    """Decorates the function of a command of a target: ``_run_plan`` is ``run-plan``; see :class:`Command`."""
+def _command(add_arguments: Callable[[Add], None], about: str) -> Callable[[Run], Run]:
+    """Decorates the function of a command of a target: ``_run_plan`` is ``run-plan``; see :data:`COMMANDS`."""
 
     def register(run: Run) -> Run:
-        COMMANDS[run.__name__[1:].replace("_", "-")] = Command(run, add_arguments, about, accelerator)
+        COMMANDS[run.__name__[1:].replace("_", "-")] = run, add_arguments, about
         return run
 
     return register
@@ -236,24 +222,15 @@ class _CommandParser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """The text of ``meshpar --help``: usage, and the commands by group with the first sentence of each description."""
-        width = max(map(len, self.commands))
-        lines = ["usage: meshpar COMMAND ...", ""]
-        width_of_help = columns(sys.stdout)
-        for group, names in GROUPS.items():
+        names, width, lines = max(map(len, self.commands)), columns(sys.stdout), ["usage: meshpar COMMAND ...", ""]
+        for group, commands in GROUPS.items():
             lines.append(f"{group}:")
-            for name in names:
+            for name in commands:
                 about = _first_sentence(self.commands[name].description or "")
-                lines += textwrap.wrap(
-                    f"  {name:<{width}}  {about}", width_of_help, subsequent_indent=" " * (width + 4)
-                )
+                lines += textwrap.wrap(f"  {name:<{names}}  {about}", width, subsequent_indent=" " * (names + 4))
             lines.append("")
-        lines.append(_Help("meshpar", width=width_of_help)._fill_text(DESCRIPTION, width_of_help, ""))
-        lines += [
-            "",
-            _Help("meshpar", width=width_of_help)._fill_text(f"{MORE}\n\n{EXIT}", width_of_help, ""),
-            "",
-        ]
-        return "\n".join(lines)
+        below = "\n\n".join((DESCRIPTION.strip("\n"), MORE, EXIT))
+        return "\n".join([*lines, _Help("meshpar", width=width)._fill_text(below, width, ""), ""])
 
     def error(self, message: str) -> NoReturn:
         """Print ``message`` and exit, as in argparse; for a misspelled command, print the closest commands."""
@@ -267,7 +244,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 def _first_sentence(text: str) -> str:
     """The first sentence of a description, in one line."""
-    return " ".join(re.split(r"(?<=\.)\s", text.strip(), maxsplit=1)[0].split())
+    return re.split(r"(?<=\.) ", " ".join(text.split()))[0]
 
 
 def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
@@ -285,13 +262,14 @@ def _parser() -> _CommandParser:
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
 
-    for name, command in COMMANDS.items():
-        about = f"{command.about[0].upper()}{command.about[1:]}."
-        sub = commands.add_parser(name, help=command.about, description=about, epilog=EXIT, formatter_class=_Help)
-        sub.set_defaults(run=command.run, accelerator=command.accelerator)
+    for name, (run, add_arguments, about) in COMMANDS.items():
+        description = f"{about[0].upper()}{about[1:]}."
+        sub = commands.add_parser(name, help=about, description=description, epilog=EXIT, formatter_class=_Help)
+        # other commands leave accelerators to other processes
+        sub.set_defaults(run=run, accelerator=name == "calibrate")
         sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
         add = _grouped(sub)
-        command.add_arguments(add)
+        add_arguments(add)
         sets = 'arguments for the target: "batch=512, seq=4096"'
         add("--set", action="append", default=[], metavar="NAME=VALUE", help=sets)
         step = "TARGET is the step itself, and this function of its module, or module:function, returns its arguments"
@@ -444,7 +422,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; else the command of a search. Schemes that lack an axis of the plan's layout do not count."""
+    :data:`WORTH_TRYING`; else the command of a search, on more devices if the plan's cannot store its state. Schemes that
+    lack an axis of the plan's layout do not count."""
+    if where := topology_for_state(plan):
+        return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
     used = {axis for rule in plan.layout.rules for axis in rule.axes}
     for name, scheme in PRESETS.items():
@@ -464,8 +445,8 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
 def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
     """The line of another command for the same target, its arguments and the topology, with some flags."""
     words = ["meshpar", command, args.target]
-    given = [("args", args.arguments), ("dims", args.dims), ("topology", args.topology), *flags.items()]
-    for name, value in (*(("set", text) for text in args.set), *given):
+    given = {"args": args.arguments, "dims": args.dims, "topology": args.topology, **flags}
+    for name, value in (*(("set", text) for text in args.set), *given.items()):
         words += [] if value is None else [f"--{name}", value]
     return shlex.join(words)
 
@@ -631,7 +612,6 @@ def _choices(text: str) -> tuple[str, list[Any]]:
 @_command(
     _calibrate_arguments,
     "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
-    accelerator=True,
 )
 def _calibrate(args: argparse.Namespace) -> int:
     """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
@@ -720,7 +700,7 @@ def _names(args: argparse.Namespace) -> int:
         rows = [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.rows]
         print(json.dumps({"dims": patterns, "names": rows}, indent=2))
     else:
-        console_of(sys.stdout).print(table.terminal())
+        print(shown_text(table.terminal()))
     return 0
 
 
@@ -779,7 +759,10 @@ def _where(
     """The mesh and the layout; defaults of those that are left out are printed to stderr."""
     layout = None if layout is None else _layout(args, target, layout)
     mesh = _mesh(args, mesh, topology, layout)
-    return mesh, _default_layout(args, target, mesh, topology) if layout is None else layout
+    if layout is None:
+        layout = _default_layout(args, target, mesh, topology)
+        _say(args, f"layout   {layout} (default{': FSDP' if ';' in layout else ''})")
+    return mesh, layout
 
 
 def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str | None, layout: str) -> Plan:
@@ -851,9 +834,7 @@ def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topolog
             f"{target.name} has neither a dim `batch` nor a dim `embed` for the default layout",
             fixes=[f"say one: --layout 'dim: {axis}'", f"its dims are {', '.join(sorted(names)[:12])}"],
         )
-    layout = "; ".join(f"{d}: {axis}" for d in dims)
-    _say(args, f"layout   {layout} (default{': FSDP' if len(dims) == 2 else ''})")
-    return layout
+    return "; ".join(f"{d}: {axis}" for d in dims)
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:

@@ -30,7 +30,6 @@ from ..compat.quirks import with_bounded_queue
 from ..cost.flops import redundant_matmuls_despite_layout
 from ..global_arrays import global_array
 from ..lower import LOWERINGS
-from ..lower.derivatives import Lower, with_lowered_derivatives
 from ..plan.checks import dims_template
 from ..plan.plan import Arrival
 from ..plan_api import Plan
@@ -54,6 +53,8 @@ class CompiledStep:
       run: the same, compiled by ``jax.jit``.
       arrays: positions of the call's leaves that are arguments of the program; None: all of them.
       donated: positions of the donated arguments.
+      checks: of a step of several processes, which compare their programs and plans before its first run (:data:`BEFORE_CALL`);
+        None: a step of one process.
       narrowed: position → dtype of arguments that have 64 bits, in a program that was traced without x64.
       calls: the number of its calls, up to 2: the first two look for arguments that they reshard.
       resharded: the arguments that its first call resharded.
@@ -67,6 +68,7 @@ class CompiledStep:
     in_shardings: list[NamedSharding]
     out_shardings: list[NamedSharding]
     donated: tuple[int, ...]
+    checks: Sequence[Callable[[Sequence[Any]], None]] | None = field(default=None, kw_only=True)
     narrowed: Mapping[int, Any] = field(default_factory=dict, kw_only=True)
     calls: int = field(default=0, kw_only=True)
     resharded: tuple[Arrival, ...] = field(default=(), kw_only=True)
@@ -101,6 +103,12 @@ class CompiledStep:
         Raises:
           UnsupportedError: an array that was donated to an earlier call, or deleted.
         """
+        if self.checks is not None and not any(
+            is_tracer(x) or (isinstance(x, jax.Array) and x.is_deleted()) for x in arrays
+        ):
+            for check in self.checks:
+                check(arrays)
+            arrays = [global_array(x, s) for x, s in zip(arrays, self.in_shardings, strict=True)]
         if self.narrowed:
             arrays = [x.astype(self.narrowed[i]) if i in self.narrowed else x for i, x in enumerate(arrays)]
         placed = [
@@ -143,20 +151,6 @@ class CompiledStep:
         return x if not x.committed or _same_place(x.sharding, sharding, x.ndim) else jax.device_put(x, sharding)
 
 
-@dataclass(eq=False, slots=True)
-class MultiProcessStep(CompiledStep):
-    """A step of several processes, which compare their programs and plans before its first run (:data:`BEFORE_CALL`)."""
-
-    checks: Sequence[Callable[[Sequence[Any]], None]]
-
-    def on_arrays(self, arrays: list[Any]) -> list[Any]:
-        if not any(is_tracer(x) or (isinstance(x, jax.Array) and x.is_deleted()) for x in arrays):
-            for check in self.checks:
-                check(arrays)
-            arrays = [global_array(x, s) for x, s in zip(arrays, self.in_shardings, strict=True)]
-        return CompiledStep.on_arrays(self, arrays)
-
-
 def _is_placed(x: Any, sharding: NamedSharding) -> bool:
     """Whether an argument is an array that its user placed on the devices of ``sharding``, under this or another sharding."""
     return type(x) in PLACED and x.committed and x.sharding.device_set == sharding.device_set
@@ -196,17 +190,16 @@ def arrivals(plan: Plan, arrays: Sequence[Any], shardings: Sequence[NamedShardin
 def _received(current: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> int:
     """The largest number of elements of an array that a device lacks under its current sharding and has under another one."""
 
-    def ranges(of: Any) -> dict[Any, list[range]]:
-        indices = of.devices_indices_map(shape).items()
-        return {d: [range(*i.indices(n)) for i, n in zip(index, shape, strict=True)] for d, index in indices}
+    def box(index: tuple[slice, ...]) -> list[range]:
+        return [range(*i.indices(n)) for i, n in zip(index, shape, strict=True)]
 
-    has, most = ranges(current), 0
-    for device, needed in ranges(sharding).items():
-        own = [
-            len(range(max(a.start, b.start), min(a.stop, b.stop)))
-            for a, b in zip(needed, has.get(device, [range(0)] * len(shape)), strict=True)
-        ]
-        most = max(most, math.prod(map(len, needed)) - math.prod(own) * (device in has))
+    has, most = current.devices_indices_map(shape), 0
+    for device, index in sharding.devices_indices_map(shape).items():
+        needed, own = box(index), 0
+        if device in has:
+            pairs = zip(needed, box(has[device]), strict=True)
+            own = math.prod(len(range(max(a.start, b.start), min(a.stop, b.stop))) for a, b in pairs)
+        most = max(most, math.prod(map(len, needed)) - own)
     return most
 
 
@@ -252,14 +245,12 @@ def lower_step(
     mesh: Mesh,
     options: StepOptions,
     names_off: Callable[[], AbstractContextManager[None]],
-    lower: Lower,
 ) -> CompiledStep:
     """The compiled step of a plan.
 
     Args:
       flat: the function, which runs unsharded where JAX runs op by op (``jax.debug_nans``), so that errors have the user's lines.
       names_off: returns a context in which constraints over dim and axis names have no effect, as on one device.
-      lower: plans and lowers derivatives.
 
     Raises:
       UnsupportedError: ordered effects on several devices, or an op without a local form.
@@ -272,10 +263,9 @@ def lower_step(
             fixes=["leave ordered=True out", "or call it outside of the step, with a result of the step"],
         )
     on_arrays, ins, outs = LOWERINGS[plan.lowering](plan, with_auto_axes(mesh), bound=bound_axis_names())
-    derivable = with_lowered_derivatives(on_arrays, plan.program, lower)
     if AxisType.Explicit in mesh.axis_types:
         ins, outs = ([NamedSharding(mesh, s.spec, memory_kind=s.memory_kind) for s in side] for side in (ins, outs))
-        on_arrays, derivable = (with_auto_inside(fn, outs) for fn in (on_arrays, derivable))
+        on_arrays = with_auto_inside(on_arrays, outs)
     # equal shardings become one object, so that results passed in again compare by `is`
     same: dict[NamedSharding, NamedSharding] = {}
     ins, outs = ([same.setdefault(s, s) for s in side] for side in (ins, outs))
@@ -285,7 +275,7 @@ def lower_step(
         if at_top_level():  # JAX runs op by op: under disable_jit, or to find the op that made a NaN
             with names_off():
                 return jax.tree.leaves(flat(*xs))
-        return derivable(*xs)
+        return on_arrays(*xs)
 
     step.__name__ = getattr(flat.fn, "__name__", "step")
     how = {"in_shardings": tuple(ins), "out_shardings": list(outs), "donate_argnums": donated}
@@ -294,16 +284,15 @@ def lower_step(
         run = with_bounded_queue(run)
     fixed = flat.call.fixed
     arrays = [i for i in range(len(flat.call.leaves)) if i not in fixed] if fixed else None
-    made = plan, traced, on_arrays, run, arrays, ins, outs, donated
     keys = [k for k in flat.call.leaf_keys if not isinstance(k, Fixed)]
     narrowed = {
         i: a.dtype for i, (a, k) in enumerate(zip(traced.avals, keys, strict=True)) if a.dtype != cast(tuple, k)[1]
     }
-    if len({d.process_index for d in mesh.devices.flat}) == 1:
-        return CompiledStep(*made, narrowed=narrowed)
-    statics = [x for _, x in flat.call.statics]
-    checks = [check(flat.fn, plan, options.dims, statics) for check in BEFORE_CALL]
-    return MultiProcessStep(*made, checks, narrowed=narrowed)
+    checks = None
+    if len({d.process_index for d in mesh.devices.flat}) > 1:
+        statics = [x for _, x in flat.call.statics]
+        checks = [check(flat.fn, plan, options.dims, statics) for check in BEFORE_CALL]
+    return CompiledStep(plan, traced, on_arrays, run, arrays, ins, outs, donated, checks=checks, narrowed=narrowed)
 
 
 def _runner(jitted: Callable[..., Any], plan: Plan) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ import json
 import operator
 import platform
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -18,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..compat.versions import installed_version, version_numbers
-from ..console import console_of
+from ..report.document import shown_text
 
 Status = Literal["ok", "missing", "problem"]
 
@@ -117,5 +116,5 @@ def _doctor(args: argparse.Namespace) -> int:
         style = {"ok": "green", "missing": "yellow", "problem": "red"}
         for finding in findings:
             table.add_row(finding.name, f"[{style[finding.status]}]{finding.status}[/]", escape(finding.detail))
-        console_of(sys.stdout).print(table)
+        print(shown_text(table))
     return int(any(finding.status == "problem" for finding in findings))

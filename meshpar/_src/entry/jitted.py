@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -28,7 +26,6 @@ from ..compat.jax import (
     with_auto_axes,
     without_gc,
 )
-from ..dims import Dims
 from ..flax import Leaf, capture_names, flatten_named, pure_states, variables
 from ..global_arrays import place
 from ..layout import AnyMesh, Layout
@@ -546,31 +543,9 @@ class Jitted(Generic[P, R]):
                 traced = self._trace(call)
                 plan = self._plan(call)
                 flat, mesh, names_off = self._flat(call), with_devices(self.mesh), self._no_names(traced.explicit)
-                compiled = lower_step(plan, traced, flat, mesh, self._options, names_off, self._lower_derivative)
+                compiled = lower_step(plan, traced, flat, mesh, self._options, names_off)
             self._caches.compiled.put(call.key, compiled)
         return compiled
-
-    def _lower_derivative(self, fn: Callable[..., list[Any]], names: Sequence[Dims]) -> Callable[..., list[Any]]:
-        """A derivative of the function, which takes flat arrays with these dims, under the same mesh and layout."""
-        without = {"static_argnums": None, "static_argnames": None, **NO_DONATION}
-        sizes = dict(self.mesh.shape)  # a dim that is called after an axis is sharded over it
-        for rule in self.layout.rules:
-            sizes[rule.dim] = sizes.get(rule.dim, 1) * math.prod(self.mesh.shape[a] for a in rule.axes)
-
-        @functools.cache
-        def jitted(shapes: tuple[tuple[int, ...], ...]) -> Jitted[..., list[Any]]:
-            dims = {
-                f"xs/{i}": divisible_names(*of, sizes) for i, of in enumerate(zip(names, shapes, strict=True)) if of[1]
-            }
-            options = self._options.changed(dims=dims, strict=False, **without)
-            return Jitted(lambda *xs: fn(*xs), self.mesh, self.layout, options, topology=self.topology)
-
-        def run(*xs: Any) -> list[Any]:
-            with warnings.catch_warnings():  # the function's own plan has these warnings
-                warnings.simplefilter("ignore")
-                return jitted(tuple(x.shape for x in xs))(*xs)
-
-        return run
 
     def _flat(self, call: Call) -> FlatFunction:
         return FlatFunction(self._fn, call.without_leaves(), self._caches if call.nodes else None)
@@ -598,15 +573,6 @@ class Jitted(Generic[P, R]):
                     return jax.tree.leaves(function(*xs))
 
             yield Subject(compiled.plan, arrays, unsharded, compiled.on_arrays, compiled.in_shardings)
-
-
-def divisible_names(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> Dims:
-    """The names of dims that an argument can have: no merged or repeated ones, and none whose rule, over so many devices, does not
-    divide the dim."""
-    return tuple(
-        d if d and d.isidentifier() and d not in dims[:i] and n % sizes.get(d, 1) == 0 else None
-        for i, (d, n) in enumerate(zip(dims, shape, strict=True))
-    )
 
 
 def with_devices(mesh: AnyMesh, why: str = "") -> Mesh:

@@ -26,10 +26,11 @@ from ..compat.jax import (
 )
 from ..dims import Dims, PathDims, alternatives, fit_dims, format_dims, near, path_matches
 from ..flax import Leaf, capture_names, flatten_named, with_states
+from ..iterables import grouped
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
 from ..program.guessed_names import inferred_dims
-from ..program.ir import Join
+from ..program.ir import Join, Value
 from ..program.patterns import patterns_of
 from ..program.primitives import rename_dims_p
 from ..program.roles import name_parameters
@@ -258,32 +259,25 @@ def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
 
     def origin(name: str, before: str) -> tuple[str, str]:
         """(the text of the origin, what identifies it in every program of a model: its pattern, or the end of its path)."""
-        arrays = [
-            (v.path, v.kind, names <= program.unifier.names_now(v.nodes[v.annotation.index(name)]))
-            for v in (*program.inputs, *program.outputs)
-            if v.annotation and name in v.annotation and v.path
-        ]
+        values = [v for v in (*program.inputs, *program.outputs) if v.annotation and name in v.annotation and v.path]
         reported = before.partition(" names it ")[0].split("/")[::-1]
 
-        def preference(array: tuple[str, str | None, bool]) -> tuple[bool, bool, int, int]:
+        def preference(v: Value) -> tuple[bool, bool, int, int]:
             """Smaller for the array to report: one of the joined class, no optimizer state, with the longest common end of the
             path."""
-            path, kind, is_joined = array
-            return not is_joined, kind == "opt", -_common_end(reported, path), ("params", None, "opt").index(kind)
+            is_joined = names <= program.unifier.names_now(v.nodes[v.annotation.index(name)])
+            return not is_joined, v.kind == "opt", -_common_end(reported, v.path), ("params", None, "opt").index(v.kind)
 
-        if not arrays or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
+        if not values or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
             return before, before
-        path = min(arrays, key=preference)[0]
+        path = min(values, key=preference).path
         match = patterns.match(path)
         if match is None or match[0] == path:
             return f"{path} names it `{name}`", "/".join(path.split("/")[-2:])
         return f'"{match[0]}": "{format_dims(match[1])}" names it `{name}` in {path}', match[0]
 
-    (first, first_key), (second, second_key) = (
-        origin(join.first, join.first_origin),
-        origin(join.second, join.second_origin),
-    )
-    return replace(join, first_origin=first, second_origin=second, keys=(first_key, second_key))
+    texts, keys = zip(origin(join.first, join.first_origin), origin(join.second, join.second_origin), strict=True)
+    return replace(join, first_origin=texts[0], second_origin=texts[1], keys=keys)
 
 
 def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -> Any:
@@ -422,9 +416,7 @@ def _input_finder(inputs: list[Leaf], dims: list[Dims | None]) -> Callable[[Leaf
     """A function from a result to (input, its dims) of the same shape whose path is equal up to the first component: for
     ``0/params/w`` of a returned state, ``state/params/w`` of the argument. None: no input matches, or several."""
     exact = {leaf.path: (leaf, names) for leaf, names in zip(inputs, dims, strict=True)}
-    tails: dict[str, list[str]] = {}
-    for path in exact:
-        tails.setdefault(path.partition("/")[2], []).append(path)
+    tails = grouped((path.partition("/")[2], path) for path in exact)
 
     def find(result: Leaf) -> tuple[Leaf, Dims | None] | None:
         """(input, its dims) for a result, or None."""
@@ -440,8 +432,8 @@ def _input_finder(inputs: list[Leaf], dims: list[Dims | None]) -> Callable[[Leaf
 def annotations_of(leaves: list[Leaf], patterns: PathDims | None, used: set[str]) -> list[Dims | None]:
     """The dims of each leaf: of the first pattern that matches, else of its metadata; None without either.
 
-    Optimizer state can be in the Flax box of its parameter, or match its pattern, and have as many dims but another shape:
-    PowerSGD's factor [columns, rank] of a matrix [rows, columns]. It has the dims that its sizes identify, else None.
+    Optimizer state in the Flax box of its parameter, or with its pattern, has the dims of the parameter that its sizes identify,
+    else None: the factored moments of Adafactor and SM3, PowerSGD's factor [columns, rank] of a matrix [rows, columns].
 
     Args:
       patterns: None: metadata only.
@@ -451,18 +443,21 @@ def annotations_of(leaves: list[Leaf], patterns: PathDims | None, used: set[str]
       RankError: a pattern names more or fewer dims than an array has.
     """
     out = [leaf.dims for leaf in leaves]
-    if patterns is not None:
-        for k in sorted(range(len(leaves)), key=lambda k: leaves[k].kind == "opt"):  # an error is about the parameter
-            out[k] = annotation_of(leaves[k], patterns, used, leaves)
+    states = [k for k, leaf in enumerate(leaves) if leaf.kind == "opt"]
+    for k, leaf in enumerate(leaves):
+        if leaf.kind != "opt" and patterns is not None:
+            out[k] = annotation_of(leaf, patterns, used, leaves)
     parameter_of = _parameter_finder((leaf, dims) for leaf, dims in zip(leaves, out, strict=True) if leaf.kind != "opt")
-    for k, (leaf, dims) in enumerate(zip(leaves, out, strict=True)):
-        if leaf.kind == "opt" and dims and (match := parameter_of(leaf)) is not None:
-            param, names = match
-            shape, param_shape = np.shape(leaf.value), np.shape(param.value)
-            if shape != param_shape and dims == tuple(
-                None if n == 1 else d for d, n in zip(names, shape, strict=False)
-            ):
-                out[k] = _dims_like(shape, param_shape, names, leaf.path)
+    for k in states:  # after the parameters: an error is about these
+        leaf, match = leaves[k], patterns and patterns.match(leaves[k].path)
+        names, shape = match[1] if match else leaf.dims, np.shape(leaf.value)
+        param, dims = (parameter_of(leaf) if names else None) or (None, ())
+        sized = tuple(None if n == 1 else d for d, n in zip(dims, shape, strict=False))
+        if param is not None and names in (dims, sized):
+            used.update(match[:1] if match else ())
+            out[k] = _dims_like(shape, np.shape(param.value), dims, leaf.path)
+        elif patterns is not None:
+            out[k] = annotation_of(leaf, patterns, used, leaves)
     return out
 
 
@@ -481,13 +476,12 @@ def _name_optimizer_state(leaves: list[Leaf], annotations: list[Dims | None]) ->
 def _parameter_finder(pairs: Iterable[tuple[Leaf, Dims | None]]) -> Callable[[Leaf], tuple[Leaf, Dims] | None]:
     """A function from an array of optimizer state to (its parameter, the parameter's dims): of ``pairs``, the one with dims and the
     longest common end of the path. None: none has the array's last path component."""
-    by_end: dict[str, list[tuple[Leaf, Dims]]] = {}
-    for leaf, dims in pairs:
-        if dims:
-            by_end.setdefault(leaf.path.rsplit("/", 1)[-1], []).append((leaf, dims))
+    by_end = grouped((leaf.path.rsplit("/", 1)[-1], (leaf, dims)) for leaf, dims in pairs if dims)
 
     def find(state: Leaf) -> tuple[Leaf, Dims] | None:
         end = state.path.split("/")[::-1]
+        if end[0] not in by_end and end[0].isdigit():  # SM3 has `kernel/0` and `kernel/1` for `kernel`
+            end = end[1:]
         return max(by_end.get(end[0], ()), key=lambda match: _common_end(end, match[0].path), default=None)
 
     return find
@@ -530,9 +524,6 @@ _ADAFACTOR_DROPS = {"v_row": -1, "v_col": -2}
 def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequence[Leaf] = ()) -> Dims | None:
     """The dims that the first matching pattern gives a leaf, else the dims of its metadata.
 
-    A pattern that matches a parameter and its optimizer state names the dims of the parameter. State of another shape (the factored
-    moments of Adafactor and SM3) has the dims that its sizes identify; None, for the inference, if they identify no dim.
-
     Args:
       used: the pattern is added to it.
       leaves: all leaves; an error suggests a pattern that matches only leaves of the right rank.
@@ -546,34 +537,12 @@ def annotation_of(leaf: Leaf, patterns: PathDims, used: set[str], leaves: Sequen
     pattern, dims = match
     used.add(pattern)
     shape, fixes = np.shape(leaf.value), []
-    if leaf.kind == "opt" and ... not in dims and (len(shape) != len(dims) or 1 in shape):
-        param = _parameter_of(leaf, pattern, len(dims), leaves)
-        if param is not None:
-            return _dims_like(shape, np.shape(param.value), cast(Dims, tuple(dims)), leaf.path)
     if len(shape) != len(dims) and (narrower := _narrower(pattern, dims, leaves)) is not None:
         fixes.append(f'match only arrays with {len(dims)} dims: {{"{narrower}": "{format_dims(dims)}"}}')
     fitted = fit_dims(dims, shape, path=leaf.path, origin=f"the pattern {pattern!r}", fixes=fixes)
     if leaf.path.endswith(".scales"):  # of a quantized array: size 1 where elements have a common scale
         return tuple(None if n == 1 else d for n, d in zip(shape, fitted, strict=True))
     return fitted
-
-
-def _parameter_of(state: Leaf, pattern: str, rank: int, leaves: Sequence[Leaf]) -> Leaf | None:
-    """The parameter of an array of optimizer state: of the arrays of a rank that a pattern matches, the one with the longest common
-    end of the path. SM3 has ``kernel/0`` and ``kernel/1`` for ``kernel``. None: the pattern matches no such parameter."""
-    end = state.path.split("/")[::-1]
-    for last in (end, end[1:]) if end[0].isdigit() else (end,):
-        params = [
-            x
-            for x in leaves
-            if x.kind != "opt"
-            and np.ndim(x.value) == rank
-            and x.path.rpartition("/")[2] == last[0]
-            and path_matches(pattern, x.path)
-        ]
-        if params:
-            return max(params, key=lambda x: _common_end(last, x.path))
-    return None
 
 
 def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str | None:

@@ -6,13 +6,12 @@ import argparse
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshpar_kernels import tuner, tuning
 from meshpar_kernels._compat import device_kind
@@ -22,7 +21,10 @@ from meshpar_kernels.tuning import MatmulKey
 
 from ...errors import CheckError, TargetError
 from ..console import console_of
+from ..progress import Counted, progress_line
+from ..report.document import shown_text
 from ..report.tables import GROUP, Cell, Table, number
+from ..units import format_seconds
 from .target import parse_options
 
 ABOUT = """\
@@ -39,6 +41,7 @@ EXIT = """\
 exit status: 0: success; 1: the kernel gives wrong values on this device, and no tile of that matmul is stored;
 2: bad input, or no accelerator that has kernels."""
 
+OpenBench = Callable[[MatmulKey], AbstractContextManager[tuner.Bench]]
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -110,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
             tables = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
     except ValueError as error:  # the file's
         raise TargetError(str(error), fixes=["`meshpar tune-kernels --help` lists the options"]) from None
-    _show(tables, file, console)
+    _show(tables, file)
     return 0
 
 
@@ -119,11 +122,11 @@ def tune_matmuls(
     dtype: str,
     platform: str,
     kind: str,
-    bench: Callable[[MatmulKey], AbstractContextManager[tuner.Bench]],
+    bench: OpenBench,
     file: Path,
     console: Console,
 ) -> tuning.Table:
-    """Measure the tiles of each matmul, with a progress bar, and extend the file after each.
+    """Measure the tiles of each matmul, with a progress line for each, and extend the file after each.
 
     Args:
       platform, kind: of the device that `bench` measures on.
@@ -138,41 +141,42 @@ def tune_matmuls(
     """
     found: tuning.Table = {}
     tuning.read(file)  # before hours are spent
-    columns = [BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[best]}")]
-    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
-        for key in dict.fromkeys(wanted):
-            choices = tuner.candidates(key, dtype, platform)
-            if not choices:
-                console.print(f"{key.shape_class}: the kernel has no tile for it")
-                continue
-            task = progress.add_task(key.shape_class, total=len(choices), best="")
-            best = math.inf
-
-            def done(_: Any, seconds: float | None, task: Any = task) -> None:
-                nonlocal best
-                best = min(best, math.inf if seconds is None else seconds)
-                progress.update(task, advance=1, best=f"best {1e3 * best:.3f} ms" if best < math.inf else "")
-
-            try:
-                with bench(key) as measured:
-                    tuned = tuner.tune(measured, choices, limit=tuner.limit_of(dtype), done=done)
-            except tuner.WrongValueError as error:
-                raise CheckError(
-                    f"tune-kernels: {key.shape_class} on {kind}: {error}; none of its tiles are stored",
-                    fixes=["report it with the shapes and the chip; other shapes can be tuned"],
-                ) from error
-            except (NotImplementedError, WorkerError) as error:
-                console.print(f"{key.shape_class}: {error}")
-                continue
-            for config, error in tuned.wrong.items():
-                console.print(f"[red]{key.shape_class}: {config} is wrong by {error:.2g}, and not timed[/red]")
-            one: tuning.Table = {kind: {key.shape_class: {dtype: tuned.entry}}}
-            found = tuning.merge(found, one)
-            tuning.write(file, tuning.merge(tuning.read(file), one))
+    for key in dict.fromkeys(wanted):
+        choices = tuner.candidates(key, dtype, platform)
+        if not choices:
+            console.print(f"{key.shape_class}: the kernel has no tile for it")
+            continue
+        try:
+            tuned = _tuned(key, choices, bench, tuner.limit_of(dtype))
+        except tuner.WrongValueError as error:
+            raise CheckError(
+                f"tune-kernels: {key.shape_class} on {kind}: {error}; none of its tiles are stored",
+                fixes=["report it with the shapes and the chip; other shapes can be tuned"],
+            ) from error
+        except (NotImplementedError, WorkerError) as error:
+            console.print(f"{key.shape_class}: {error}")
+            continue
+        for config, error in tuned.wrong.items():
+            console.print(f"[red]{key.shape_class}: {config} is wrong by {error:.2g}, and not timed[/red]")
+        one: tuning.Table = {kind: {key.shape_class: {dtype: tuned.entry}}}
+        found = tuning.merge(found, one)
+        tuning.write(file, tuning.merge(tuning.read(file), one))
     return found
 
 
-def _show(tables: tuning.Table, file: Path, console: Console) -> None:
+def _tuned(key: MatmulKey, choices: Sequence[Any], bench: OpenBench, limit: float) -> tuner.Tuned:
+    """The measured tiles of a matmul; a progress line has the number of tiles and the best time."""
+    times: list[float] = []
+
+    def done(_: Any, seconds: float | None) -> None:
+        times.append(math.inf if seconds is None else seconds)
+        tell(Counted(f"best {format_seconds(min(times))}", len(times), len(choices)))
+
+    with progress_line(f"tuning {key.shape_class}", "auto") as tell, bench(key) as measured:
+        return tuner.tune(measured, choices, limit=limit, done=done)
+
+
+def _show(tables: tuning.Table, file: Path) -> None:
     """Print a table of tuned tiles, with the measured and the analytic choice's milliseconds."""
     rows: list[list[Cell]] = []
     attributes: list[str] = []
@@ -190,4 +194,6 @@ def _show(tables: tuning.Table, file: Path, console: Console) -> None:
     columns = [("matmul", ""), ("rows, K, N", ""), ("options", ""), ("ms", "n"), ("analytic", "n")]
     title = f"tiles of the grouped matmuls: medians, also of the analytic choice; {file}"
     table = Table(columns, rows, title, attributes).terminal()
-    console.print(table if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry.")
+    print(
+        shown_text(table) if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry."
+    )

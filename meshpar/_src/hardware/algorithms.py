@@ -18,7 +18,7 @@ from meshpar_kernels.collectives import Axis, choose
 
 from .chips import Chip
 from .collective_ops import CollectiveOp, collective_volume, wire_bytes
-from .topology import Stage, joined
+from .topology import Stage, joined, merged
 
 AlgorithmName = Literal["native", "staged", "hierarchical", "all_reduce", "ring", "pallas"]
 
@@ -64,23 +64,31 @@ class Algorithm:
           sent: bytes that the device sends in all.
           stages: of the group, major to minor; adjacent ones of one dimension are merged.
         """
-        parts = stages if self.ring_step else [part for s in stages for part in s.parts]
-        stages = [s for s, _ in joined(parts)][: 1 if self.ring_step else None]
+        stages = [s for s, _ in joined(stages)][:1] if self.ring_step else self._merged(stages)
         if op == "collective-permute":
             return [(next((s for s in stages if s.between), stages[0]), sent)] if stages else []
-        group = math.prod(s.size for s in stages)
+        levels, group = self.levels(stages), math.prod(s.size for s in stages)
         volume = collective_volume(op, sent, group)
         if op == "all-to-all":
-            volume /= group
+            volume, levels = volume / group, levels[::-1]
         out = []
-        for indices in self.phases([s.between for s in stages]):
-            for kinds in _OUTWARD[:: -1 if op == "all-to-all" else 1]:
-                level = [stages[k] for k in indices if stages[k].dim in kinds]
-                rates = [(2 if s.wraps else 1) / s.stride for s in level]
-                size = math.prod(s.size for s in level)
-                out += [(s, wire_bytes(op, volume, size) * r / sum(rates)) for s, r in zip(level, rates, strict=True)]
-                volume /= size
+        for level in levels:
+            rates = [(2 if s.wraps else 1) / s.stride for s in level]
+            size = math.prod(s.size for s in level)
+            out += [(s, wire_bytes(op, volume, size) * r / sum(rates)) for s, r in zip(level, rates, strict=True)]
+            volume /= size
         return out
+
+    def levels(self, stages: Sequence[Stage]) -> list[list[Stage]]:
+        """The stages, in the order of a reduce-scatter, as lists whose links are used at once: the first one has all bytes."""
+        stages = self._merged(stages)
+        phases = self.phases([s.between for s in stages])
+        levels = [[stages[k] for k in indices if stages[k].dim in kinds] for indices in phases for kinds in _OUTWARD]
+        return [level for level in levels if level]
+
+    def _merged(self, stages: Sequence[Stage]) -> list[Stage]:
+        """The stages with boxes as their parts, except for a ring, and nested stages of one dimension as one."""
+        return merged(stages if self.ring_step else [part for s in stages for part in s.parts])
 
 
 def _all_at_once(between: Sequence[bool]) -> Phases:

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from .algorithms import ALGORITHMS, Algorithm, AlgorithmName
+from .algorithms import ALGORITHMS, AlgorithmName
 from .chips import Chip
 from .collective_ops import CollectiveOp
 from .topology import Stage
-
-
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """The devices of a group that are connected by links of one kind, or by torus dimensions whose links are used at once.
-
-    Attributes:
-      size: number of devices.
-      rate: bytes/s of one device, both directions together.
-      hops: links that a message passes.
-      longest: the largest ``size / rate`` of its dimensions, for an all-to-all.
-      ring: it is a ring of the torus.
-    """
-
-    size: int
-    rate: float
-    hops: int
-    longest: float
-    ring: bool = False
-
-
-_INWARD = ("slice", "torus", "switch", "core")
 
 
 def seconds_of(
@@ -62,21 +39,29 @@ def seconds_of(
       algorithm: how it uses the torus.
     """
     entry = ALGORITHMS["ring" if kind == "collective-permute" else algorithm]
-    if not entry.ring_step:
-        stages = [part for stage in stages for part in stage.parts]
-    levels = _levels(stages, chip, entry)
-    if not levels:
-        return 0.0
+    levels = entry.levels(stages)
     if kind == "collective-permute":  # to a neighbour, in one direction, over the slowest link
-        return max(max(chip.latency, volume / level.rate * (2 if level.ring else 1)) for level in levels)
-    if kind == "all-to-all":
-        own = volume / math.prod(level.size for level in levels)
-        return sum(max(chip.latency * level.hops, own * level.longest / 4) for level in levels)
+        rates = [chip.rate(s.dim, s.stride) for level in levels for s in level]
+        return max((max(chip.latency, volume / rate) for rate in rates), default=0.0)
     seconds, remaining = 0.0, volume
-    for level in reversed(levels):  # the innermost level has the full volume
-        seconds += max(chip.latency * level.hops, remaining * (level.size - 1) / level.size / level.rate)
-        remaining /= level.size
+    own = volume / math.prod(s.size for level in levels for s in level)
+    for level in levels:
+        size, links = math.prod(s.size for s in level), [_links(s, chip) for s in level]
+        traffic = remaining * (size - 1) / size / sum(rate for rate, _, _ in links)
+        if kind == "all-to-all":
+            traffic = own * max(middle for _, _, middle in links) / 4
+        seconds += max(chip.latency * sum(hops for _, hops, _ in links), traffic)
+        remaining /= size
     return 2 * seconds if kind == "all-reduce" else seconds
+
+
+def _links(stage: Stage, chip: Chip) -> tuple[float, int, float]:
+    """(bytes/s of one device in both directions together, links that a message passes, ``size / rate`` for an all-to-all)."""
+    n, rate = stage.size, chip.rate(stage.dim, stage.stride)
+    if not stage.on_torus:  # a switch takes from all sources at once: there is no middle with less bandwidth
+        return rate, 1, 4 * (n - 1) / n / rate
+    rate *= 2 if stage.wraps else 1
+    return rate, (-(-n // 2) if stage.wraps else n - 1) * stage.stride, n / rate
 
 
 def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
@@ -89,49 +74,3 @@ def hop_seconds(size: float, stage: Stage, chip: Chip) -> float:
     if stage.dim in ("slice", "switch") or stage.line:
         rate /= 2
     return max(chip.latency, size / rate)
-
-
-def _levels(stages: Sequence[Stage], chip: Chip, algorithm: Algorithm) -> list[_Level]:
-    """The levels of a group, outermost first."""
-    if algorithm.stage_by_stage:  # the major stage has the full volume, whatever its links are
-        return [level for stage in reversed(merged(stages)) for level in _levels([stage], chip, ALGORITHMS["native"])]
-    by_link: dict[str, list[_Level]] = {name: [] for name in _INWARD}
-    for stage in merged(stages):
-        n, rate = stage.size, chip.rate(stage.dim, stage.stride)
-        if not stage.on_torus:
-            # a switch takes from all sources at once: there is no middle with less bandwidth
-            by_link[stage.dim].append(_Level(n, rate, 1, 4 * (n - 1) / n / rate))
-        else:
-            rate *= 2 if stage.wraps else 1
-            hops = -(-n // 2) if stage.wraps else n - 1
-            by_link["torus"].append(_Level(n, rate, hops * stage.stride, n / rate, stage.wraps))
-    torus = by_link["torus"]
-    by_link["torus"] = [_together([torus[k] for k in phase]) for phase in algorithm.phases([False] * len(torus))]
-    # an all-gather ends with the major dimension, so it is the innermost level: it has the full volume
-    return [level for name in _INWARD for level in reversed(by_link[name])]
-
-
-def _together(levels: Sequence[_Level]) -> _Level:
-    """One level for torus dimensions whose links are used at once."""
-    if len(levels) == 1:
-        return levels[0]
-    size, rate = math.prod(x.size for x in levels), sum(x.rate for x in levels)
-    return _Level(size, rate, sum(x.hops for x in levels), max(x.longest for x in levels))
-
-
-def merged(stages: Sequence[Stage]) -> list[Stage]:
-    """The stages, with nested stages of one torus dimension merged into one, and stages of size 1 removed."""
-    out: list[Stage] = []
-    for stage in stages:
-        if stage.size == 1:
-            continue
-        same = next((i for i, s in enumerate(out) if s.dim == stage.dim != ""), None)
-        if same is None:
-            out.append(stage)
-            continue
-        minor, major = sorted((out[same], stage), key=lambda s: s.stride)
-        if not major.on_torus or major.stride == minor.stride * minor.size:
-            out[same] = Stage(minor.size * major.size, major.dim, major.wraps, minor.stride)
-        else:
-            out.append(stage)
-    return out

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ from .chips import CHIPS, Chip, chip_of_kind
 _TOPOLOGY = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*):(\d{1,9}(?:x\d{1,9})*)\s*\Z")
 _ACCELERATOR = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*)-(\d{1,9})\s*\Z")
 _PLACES = ("x", "y", "z", "core", "slice")
+MAX_LARGER = 14
+"""Number of :func:`larger_topologies`."""
 
 
 # -- text and slices
@@ -98,6 +100,16 @@ def parse_topology(text: str) -> Topology:
     raise MeshError(
         f"topology {text!r} does not exist: {why}", fixes=[f"the nearest: {', '.join(near)}", *_known(chip)]
     )
+
+
+def larger_topologies(topology: str) -> list[Topology]:
+    """The topologies with 2, 4, 8, … times the devices that exist: larger slices, then several of the largest."""
+    where, factors = parse_topology(topology), [2**k for k in range(1, MAX_LARGER + 1)]
+    counts = (n * math.prod(where.chips) for n in factors)
+    shapes = [(n,) if where.chip.switch else next(iter(where.chip.shapes(n)), None) for n in counts]
+    larger = [where._replace(chips=shape) for shape in shapes if shape is not None]
+    largest = (larger or [where])[-1]
+    return [*larger, *(largest._replace(slices=n * where.slices) for n in factors)][:MAX_LARGER]
 
 
 def device_count(topology: str) -> int:
@@ -313,6 +325,24 @@ def joined(stages: Iterable[Stage]) -> list[tuple[Stage, int]]:
     return out
 
 
+def merged(stages: Iterable[Stage]) -> list[Stage]:
+    """The stages, with nested stages of one torus dimension merged into one, and stages of size 1 removed."""
+    out: list[Stage] = []
+    for stage in stages:
+        if stage.size == 1:
+            continue
+        same = next((i for i, s in enumerate(out) if s.dim == stage.dim != ""), None)
+        if same is None:
+            out.append(stage)
+            continue
+        minor, major = sorted((out[same], stage), key=lambda s: s.stride)
+        if not major.on_torus or major.stride == minor.stride * minor.size:
+            out[same] = Stage(minor.size * major.size, major.dim, major.wraps, minor.stride)
+        else:
+            out.append(stage)
+    return out
+
+
 def major_stage(torus: Torus, axes: Sequence[str]) -> tuple[list[Stage], int]:
     """([stage that a ring over mesh axes runs around], number of the axes' stages that it is merged from).
 
@@ -364,31 +394,22 @@ def torus_of_slices(sizes: Mapping[str, int], topology: Topology | str) -> Torus
     Raises:
       MeshError: the text is not a topology, or the sizes do not multiply to its number of devices.
     """
-    topology = parse_topology(topology) if isinstance(topology, str) else topology
-    check_fills(sizes, topology)
-    if topology.chip.switch:
-        return switched(sizes, min(math.prod(topology.chips), topology.chip.switch))
-    places = device_mesh(tuple(sizes.values()), _places(topology), topology.slices, mesh_text(sizes))
-    return _stages(places, tuple(sizes))
+    return torus_of(described_mesh(sizes, topology))
 
 
-def described_mesh(sizes: Mapping[str, int], topology: str) -> Mesh:
+def described_mesh(sizes: Mapping[str, int], topology: Topology | str) -> Mesh:
     """A mesh over slices that are not attached, with the devices that :func:`meshpar.mesh` assigns, to plan only: it needs no
     compiler.
 
     Raises:
       MeshError: the text is not a topology, or the sizes do not multiply to its number of devices.
     """
-    where = parse_topology(topology)
+    where = parse_topology(topology) if isinstance(topology, str) else topology
     check_fills(sizes, where)
-    places = _places(where)
+    shape, places = tuple(sizes.values()), _places(where)
     if where.chip.switch:
-        devices = np.empty(len(places), dtype=object)
-        devices[:] = [replace(d, coords=None, platform="gpu", process_index=d.id // where.chip.switch) for d in places]
-        devices = devices.reshape(tuple(sizes.values()))
-    else:
-        devices = device_mesh(tuple(sizes.values()), places, where.slices, mesh_text(sizes))
-    return Mesh(devices, tuple(sizes))
+        return Mesh(np.array(places).reshape(shape), tuple(sizes))
+    return Mesh(device_mesh(shape, places, where.slices, mesh_text(sizes)), tuple(sizes))
 
 
 def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
@@ -430,6 +451,9 @@ class _Device:
 def _places(topology: Topology) -> list[_Device]:
     """The devices of slices that are not attached, in the order of their ids."""
     chip = topology.chip
+    if chip.switch:
+        host = min(topology.chips[0], chip.switch)
+        return [_Device(None, 0, 0, chip.kinds[0], n, "gpu", n // host) for n in range(topology.devices)]
     x, y, z = (*topology.chips, 1, 1)[:3]
     at = itertools.product(*map(range, (topology.slices, z, y, x, chip.devices)))
     return [_Device((i, j, k), c, s, chip.kinds[0], n) for n, (s, k, j, i, c) in enumerate(at)]

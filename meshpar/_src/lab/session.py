@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import MeshError, MeshparError, TargetError
 from ..dims import parse_names, parse_pairs
 from ..hardware.topology import device_count, parse_topology
+from ..iterables import grouped
 from ..layout import BETWEEN_SLICES, Layout, characteristic_dims
 from ..layouts import PRESETS
 from ..lower import LOWERINGS
@@ -130,8 +131,8 @@ class Session:
         self._layouts, self._compile = dict(layouts), compile
         self._turns = Turns()
         self._plan = functools.lru_cache(MAX_CACHED)(self._replanned)
-        self._of_sizes = functools.lru_cache(MAX_SIZES)(self._resized)
-        self._of_names = functools.lru_cache(MAX_SIZES)(self._renamed)
+        self._sized = functools.lru_cache(MAX_SIZES)(self._resized)
+        self._named = functools.lru_cache(MAX_SIZES)(self._renamed)
         self._jobs: dict[int, Job] = {}
         self._jobs_lock, self._numbers = threading.Lock(), itertools.count(1)  # pages ask from several threads
         self._answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
@@ -168,18 +169,16 @@ class Session:
     def _open(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Reply to ``open``, as JSON data: title, the first draft, the program's dims with their sizes, and the time
         limit of a search."""
-        sizes: dict[str, list[int]] = {}
-        for value in self.base.program.inputs:
-            for dim, n in zip(self.base.program.dims(value), value.shape, strict=True):
-                if dim is not None and n not in sizes.setdefault(dim, []):
-                    sizes[dim].append(n)
+        program = self.base.program
+        pairs = (pair for v in program.inputs for pair in zip(program.dims(v), v.shape, strict=True))
+        sizes = grouped(dict.fromkeys((dim, n) for dim, n in pairs if dim is not None))
         return {
             "title": self.title,
-            "lowering": self.base.requested_lowering,
+            "lowering": self.base.request.lowering,
             "lowerings": ["auto", *LOWERINGS],
             "sizes": dict(self.sizes),
             "chooses": self.chooses,
-            "names": [[cell.text for cell in row] for row in names_table(self.base.program.traced).rows],
+            "names": [[cell.text for cell in row] for row in names_table(program.traced).rows],
             "mesh": self.start.mesh,
             "topology": self.start.topology,
             "layout": self.start.layout,
@@ -245,15 +244,16 @@ class Session:
             )
 
     def _of(self, draft: Draft) -> Session:
-        """The session of the program with the sizes and names of a draft.
+        """The session of the program with the sizes and names of a draft. :attr:`_sized` and :attr:`_named` are :meth:`_resized`
+        and :meth:`_renamed`, with a cache.
 
         Raises:
-          MeshparError: as :meth:`_sized` and :meth:`_named`.
+          MeshparError: as these.
         """
         return self._sized(draft.sizes)._named(draft.names)
 
-    def _named(self, names: str) -> Session:
-        """The session of the program with other names for inferred ones: this one, or a cached one that :attr:`renamed` makes.
+    def _renamed(self, names: str) -> Session:
+        """The session of the program with other names for inferred ones: this one, or the one that :attr:`renamed` makes.
 
         Raises:
           MeshparError: a text that is not a name, or a name that an array has already.
@@ -265,10 +265,6 @@ class Session:
                 f"`{names}`: the dims of this target have names of their own, which the lab does not change",
                 fixes=["change them in the target's dims=, metadata or names="],
             )
-        return self._of_names(names)
-
-    def _renamed(self, names: str) -> Session:
-        assert self.renamed is not None
         new = parse_names(names)
         if unknown := new.keys() - {dim for dims in self.patterns.values() for dim in dims.split()}:
             raise TargetError(
@@ -279,23 +275,18 @@ class Session:
         session.patterns = patterns
         return session
 
-    def _sized(self, sizes: str) -> Session:
-        """The session of the program with these sizes: this one, or a cached one that :attr:`resized` makes.
+    def _resized(self, sizes: str) -> Session:
+        """The session of the program with these sizes: this one, or the one that :attr:`resized` makes.
 
         Raises:
           MeshparError: the text is no list of sizes, or the target fails with them.
         """
         changed = {name: n for name, n in _parse_sizes(sizes).items() if self.sizes.get(name) != n}
-        unknown = ", ".join(sorted(changed.keys() - self.sizes.keys()))
-        if unknown:
+        if unknown := ", ".join(sorted(changed.keys() - self.sizes.keys())):
             raise TargetError(
                 f"`{unknown}` is no size of this target", fixes=[f"its sizes are {', '.join(self.sizes) or '(none)'}"]
             )
-        return self._of_sizes(tuple(sorted(changed.items()))) if changed else self
-
-    def _resized(self, changed: tuple[tuple[str, int], ...]) -> Session:
-        assert self.resized is not None
-        return self.resized(dict(changed))
+        return self if self.resized is None or not changed else self.resized(changed)
 
     def _view(
         self, plan: Plan, pinned: Sequence[Plan], rows: Sequence[_Row], patterns: Mapping[str, str]
@@ -358,9 +349,7 @@ class Session:
         for name, text in {**self._layouts, **{n: str(p()) for n, p in PRESETS.items()}}.items():
             layout = Layout(text)
             axes = _axes(layout)
-            asks: dict[tuple[str, ...], list[str]] = {}
-            for rule in layout.rules:
-                asks.setdefault(rule.axes, []).append(rule.dim)
+            asks = grouped((rule.axes, rule.dim) for rule in layout.rules)
             lacks = any(names.isdisjoint(dims) for dims in (*asks.values(), characteristic_dims(layout)))
             if lacks or (slices == 1 and BETWEEN_SLICES in axes):
                 continue  # a scheme whose dims the model lacks, such as experts, or for several slices
@@ -396,7 +385,7 @@ class Session:
         def run(job: Job) -> list[dict[str, Any]]:
             """Search for at most ``SEARCH_SECONDS``; returns the candidates as rows, the best first."""
             base, layouts = self._of(where).base, self._layouts.values()
-            if base.chip is None or base.topology != topology or lowering not in ("", base.requested_lowering):
+            if base.chip is None or base.topology != topology or lowering not in ("", base.request.lowering):
                 mesh = _place("data=-1", topology)
                 with quiet():
                     base = base.replan(layout="", mesh=mesh, topology=topology, lowering=lowering or None)

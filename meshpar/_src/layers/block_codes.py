@@ -108,14 +108,7 @@ def per_element(per_block: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     Args:
       per_block: of the rank of ``shape``; a dim with n blocks is repeated for their elements, one of size 1 is not.
     """
-    split: list[int] = []
-    wide: list[int] = []
-    merged: list[int] = []
-    for blocks, size in zip(per_block.shape, shape, strict=True):
-        parted = 1 < blocks < size
-        split += [blocks, 1] if parted else [blocks]
-        wide += [blocks, size // blocks] if parted else [blocks]
-        merged.append(size if parted else blocks)
-    if len(split) == len(merged):
-        return per_block
-    return jnp.broadcast_to(per_block.reshape(split), wide).reshape(merged)
+    for dim, (blocks, size) in enumerate(zip(per_block.shape, shape, strict=True)):
+        if 1 < blocks < size:
+            per_block = jnp.repeat(per_block, size // blocks, axis=dim)
+    return per_block

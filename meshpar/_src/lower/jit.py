@@ -35,6 +35,7 @@ from ..compat.quirks import short_strides
 from ..layout import AnyMesh, Spec, to_partition_spec
 from ..plan.manual import ManualOps
 from ..plan.plan import Plan
+from ..plan.planner import planned_as_traced
 from ..plan.resharding import reshard
 from ..plan.spec import replicated_spec
 from ..plan.steps import Loop, Run, Scatter, Shard, spec_after
@@ -53,7 +54,8 @@ def lower_to_jit(
 ) -> tuple[Callable[..., list[Any]], list[NamedSharding], list[NamedSharding]]:
     """(a function from flat inputs to flat results, shardings of the inputs, shardings of the results).
 
-    The function is to be called under ``jax.jit`` with these shardings.
+    The function is to be called under ``jax.jit`` with these shardings. The derivative of a rewritten program is the derivative of
+    the program as traced.
 
     Args:
       bound: names of the axes that the caller has bound (``jax.vmap(…, axis_name=)``).
@@ -72,7 +74,18 @@ def lower_to_jit(
     def typed(*xs: Any) -> list[Any]:  # the local form of an op under a shard_map has strong types
         return [with_weak_type(x, w) for x, w in zip(run(*xs), weak, strict=True)]
 
-    return typed, ins, outs
+    function = typed
+    if plan.program.traced is not plan.program and plan.program.is_derived_as_traced:
+        # a rewritten program computes values that its results do not depend on: rows that pad a dim, slots of a pipeline without
+        # a microbatch. Where these are not differentiable (log, 1 / x, a norm of zeros), their derivative would be 0 · inf
+        function = jax.custom_jvp(typed)
+
+        @function.defjvp
+        def _(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+            """JVP rule: the derivative of the program as traced."""
+            return jax.jvp(lower_to_jit(planned_as_traced(plan), mesh, bound)[0], primals, tangents)
+
+    return function, ins, outs
 
 
 def sharding_of(shard: Shard, mesh: AnyMesh) -> NamedSharding:

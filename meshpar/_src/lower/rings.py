@@ -18,8 +18,9 @@ from ..rules.spmd import Grid
 def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: Grid) -> None:
     """Compute all matmuls of an all-gathered operand and, if other ops read it, the operand; the results are added to ``x``."""
     shard = x[step.source]
-    others = [dot.op.eqn.invars[1 - dot.side].val if dot.other is None else x[dot.other] for dot in ring.dots]
-    dots = [dot_of(dot.op.eqn, dot.side) for dot in ring.dots]
+    pairs = [(run.operands[1 - side], run.op.eqn.invars[1 - side]) for run, side in ring.dots]
+    others = [var.val if s is None else x[s] for s, var in pairs]
+    dots = [dot_of(run.op.eqn, side) for run, side in ring.dots]
     major, minor = grid.ring(ring.axes)
     if minor:
         shard = lax.all_gather(shard, minor, axis=ring.dim, tiled=True)
@@ -30,7 +31,7 @@ def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: 
         results = gather_dots(shard, others, dots, around, ring.dim, keep=ring.keep_gathered)
     if ring.keep_gathered:
         x[step.result] = results.pop()
-    x.update((dot.result, y) for dot, y in zip(ring.dots, results, strict=True))
+    x.update((run.results[0], y) for (run, _), y in zip(ring.dots, results, strict=True))
 
 
 def run_reduce_ring(step: Reduce, ring: ReduceRing, x: dict[Shard, Any], grid: Grid) -> Any:

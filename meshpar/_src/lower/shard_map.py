@@ -1,7 +1,7 @@
 """The ``"shard_map"`` lowering: one ``shard_map`` around the program, in which every device runs the steps of the plan.
 
 It is an interpreter of steps on local arrays. The steps determine all collectives, their algorithms and their order. The lowered
-function has the derivatives of the ``"jit"`` lowering (:mod:`lower.derivatives`).
+function has the derivatives of the ``"jit"`` lowering.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..plan.plan import Plan
 from ..plan.spec import local_shape, replicated_spec
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op
-from ..rules import check_local, refusal, run_elementwise, run_local
+from ..rules import check_local, refusal, run_local
 from ..rules.halo import Exchanged, reusing
 from ..rules.local import unsupported
 from ..rules.registry import Refusal
@@ -235,10 +235,8 @@ class _Device:
         xs = self.operands(step)
         if op.primitive.family == "identity":
             results = xs
-        elif op.primitive.family == "barrier":
-            results = bind(op.eqn, xs, op.eqn.params)
         elif op.rule is None:
-            results = run_elementwise(op, xs)
+            results = run_local(op, (), xs, self.sizes)
         elif op.rule.known:
             axes = list(step.axes or ())
             check_local(op, axes, self.sizes)

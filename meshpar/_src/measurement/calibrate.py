@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
+import numpy as np
 
 from ...errors import MeshError, UnsupportedError
 from ..cost.time import time_of
@@ -94,7 +95,7 @@ def _result(
     """
     kind = candidates[0].subject.plan.mesh.devices.flat[0].device_kind  # type: ignore[union-attr]
     seconds = [statistics.median(t) for t in times]
-    spreads = [_spread(t) for t in times]
+    spreads = [float(np.subtract(*np.percentile(t, (75, 25)))) / 2 for t in times]
     chip = chip_of_kind(kind)
     hbm = None if chip is not None else _memory()
     start = [1.0 if chip is None else getattr(chip.compiler, k) for k in EFFICIENCIES]
@@ -130,14 +131,6 @@ def request_as_measured(plan: Plan) -> PlanRequest:
     made = {o.choice for o in plan.overlaps} | {"auto" for c in plan.collectives if c.entry.slices_locally}
     (overlap,) = (made or {"xla"}) if len(made) < 2 else {plan.overlap}
     return replace(plan.request, lowering=plan.lowering, overlap=overlap)
-
-
-def _spread(times: Sequence[float]) -> float:
-    """Half of the interquartile range."""
-    if len(times) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return (high - low) / 2
 
 
 def _memory() -> float:

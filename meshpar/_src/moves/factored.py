@@ -91,7 +91,7 @@ class Parts:
     """The dims of an array cut into parts, each sharded over at most one prime axis on either side.
 
     Attributes:
-      sizes: of the parts, those of a dim major to minor.
+      sizes: of the parts; parts of one dim are major to minor.
       have, need: prime axis → the number of its part, before and after.
     """
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,12 +16,12 @@ from ..dims import did_you_mean
 from ..global_arrays import place
 from ..pods.names import by_name, nested
 from ..report import Document
-from .between import server
-from .planned import MovePlan
+from .plan import MovePlan
 from .report import move_html, move_renderable, move_title
 from .run import Program
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Move(MovePlan, Document):
     """A move of a tree between two layouts or meshes: print it for its plan, call it to run it.
 
@@ -26,11 +29,11 @@ class Move(MovePlan, Document):
     before the first call; later calls reuse the programs.
 
     Attributes:
-      arrays: of the target, in the order in which they are made.
-      rounds: the arrays of every round: one program each, after which the donated arrays of the round are freed.
+      rounds: the arrays of the target, in every round: one program each, after which the donated arrays of the round are freed.
       donate: whether the arrays of the source are freed.
       source, target: where the tree is before and after.
-      chip: of the devices; None: not known, and there are no seconds.
+      renamed: the tree of the target has other paths than the source's.
+      prepare: the function that quantizes the source first; None: nothing is quantized.
 
     Example:
       >>> move = mp.move(params, source=("data=8", "embed: data"), target=("model=8", "mlp: model"), dims=weights)
@@ -41,16 +44,9 @@ class Move(MovePlan, Document):
       PartitionSpec(None, 'model')
     """
 
-    def __init__(self, plan: MovePlan, renamed: bool, prepare: Callable[[Any], Any] | None = None):
-        """The move with this plan.
-
-        Args:
-          renamed: the tree of the target has other paths than the source's.
-          prepare: the step that quantizes the source first; None: nothing does.
-        """
-        vars(self).update(vars(plan))
-        self._renamed, self._prepare = renamed, prepare
-        self._programs: dict[int, Program] = {}
+    renamed: bool = False
+    prepare: Callable[[Any], Any] | None = None
+    _programs: dict[int, Program] = field(default_factory=dict)
 
     def __rich__(self) -> Any:
         return move_renderable(self)
@@ -95,10 +91,10 @@ class Move(MovePlan, Document):
         out, back = self._moved(params)
         if into is not None:
             return _written(into, out)
-        if self._renamed:
+        if self.renamed:
             return nested(out)
         moved = back(out)
-        return _updated(params, moved) if self.donate and self._prepare is None else moved
+        return _updated(params, moved) if self.donate and self.prepare is None else moved
 
     def offer(self, params: Any, uuid: int = 0, *, host: str = "127.0.0.1") -> str:
         """Move a tree, and offer the result to another job, which plans a move to the same shardings and calls :meth:`fetch`.
@@ -117,7 +113,7 @@ class Move(MovePlan, Document):
         Raises:
           UnsupportedError: JAX has no transfer server, or a job has several processes.
         """
-        transfers = server(host)
+        transfers = _transfer_server(host)
         transfers.await_pull(uuid, self._moved(params)[0])
         return transfers.address()
 
@@ -131,12 +127,12 @@ class Move(MovePlan, Document):
           UnsupportedError: as :meth:`offer`.
         """
         shapes = {a.path: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.arrays}
-        out = server(host).connect(address).pull(uuid, shapes)
+        out = _transfer_server(host).connect(address).pull(uuid, shapes)
         return nested(out) if into is None else _written(into, out)
 
     def _moved(self, params: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
         """(path in the target → array, the function from these to the tree of ``params``)."""
-        found, back = by_name(params if self._prepare is None else self._prepare(params))
+        found, back = by_name(params if self.prepare is None else self.prepare(params))
         self._check(found)
         out: dict[str, Any] = {}
         for k, of in enumerate(self.rounds):
@@ -168,12 +164,12 @@ class Move(MovePlan, Document):
                         f"{array.old_dtype}{list(operand.shape)}", path=path, shape=x.shape,
                         fixes=["plan another move: mp.move(params, …)"],
                     )  # fmt: skip
-                planned = operand.sharding
-                if array.route is not None and not x.sharding.is_equivalent_to(planned, x.ndim):
+                planned, has = operand.sharding, getattr(x, "sharding", None)
+                if array.route is not None and (has is None or not has.is_equivalent_to(planned, x.ndim)):
+                    where = "is in host memory" if has is None else f"has the sharding {getattr(has, 'spec', has)}"
                     raise UnsupportedError(
-                        f"{path} has the sharding {getattr(x.sharding, 'spec', x.sharding)}, and the move was planned from "
-                        f"{planned.spec}", path=path, shape=x.shape,
-                        fixes=["leave source= out: the move then starts from the shardings of the arrays"],
+                        f"{path} {where}, and the move was planned from {planned.spec}", path=path, shape=x.shape,
+                        fixes=["plan the move from these arrays, without source=: mp.move(arrays, target=…)"],
                     )  # fmt: skip
 
 
@@ -195,3 +191,20 @@ def _updated(x: Any, moved: Any) -> Any:
         return moved
     nnx.update(x, nnx.state(moved))
     return x
+
+
+@functools.cache
+def _transfer_server(host: str) -> Any:
+    """The server of ``jax.experimental.transfer`` in this process, at an address that other jobs reach.
+
+    Raises:
+      UnsupportedError: this JAX has none, or the job has several processes.
+    """
+    fixes = ["save a checkpoint (mp.Checkpoints), and restore it under the other layout"]
+    try:
+        transfer = importlib.import_module("jax.experimental.transfer")
+    except ImportError:
+        raise UnsupportedError("this JAX has no jax.experimental.transfer", fixes=fixes) from None
+    if jax.process_count() > 1:
+        raise UnsupportedError("arrays of several processes cannot be offered to another job", fixes=fixes)
+    return transfer.start_transfer_server(jax.local_devices()[0].client, f"{host}:0", [f"{host}:0"])

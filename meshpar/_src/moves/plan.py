@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from ..global_arrays import is_key
 from ..hardware.chips import Chip
 from ..hardware.collective_ops import collective_volume
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Places, Stage, torus_of
-from ..plan.collectives import Collective, stage_bytes_sent
+from ..plan.collectives import Collective, CollectiveOp
 from ..plan.spec import itemsize_of, local_shape
 from .route import Operand, Route, joint_elements, spec_of
+
+K = TypeVar("K", bound=Hashable)
 
 MAX_ROUND_SHARE = 0.1
 """Fraction of the bytes of a device that a round may need in addition."""
@@ -27,7 +33,7 @@ LINKS = {"slice": "DCN", "switch": "NVLink", "core": "chip", "": "links"}
 """Dim of a torus stage → the kind of its links in reports; all others are ICI."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MovedArray:
     """An array of the target, and how it is made.
 
@@ -40,10 +46,9 @@ class MovedArray:
       operands: the arrays of the source.
       sharding: after the move.
       route: how it moves; None: ``jax.device_put`` copies it from host memory, or it is a random key.
+      chip: of its devices; None: not known.
       chunks: (number of a part of its dims, number of chunks along it that are moved sequentially); (0, 1): all at once.
       in_place: a donated array is replaced chunk by chunk.
-      collectives: what a device sends.
-      links: kind of link → bytes that a device sends over it: ``ICI``, ``NVLink``, ``DCN``, ``host``, ``links`` if not known.
     """
 
     path: str
@@ -55,10 +60,9 @@ class MovedArray:
     operands: tuple[Operand, ...]
     sharding: NamedSharding
     route: Route | None
-    chunks: tuple[int, int]
-    in_place: bool
-    collectives: tuple[Collective, ...]
-    links: dict[str, float]
+    chip: Chip | None
+    chunks: tuple[int, int] = (0, 1)
+    in_place: bool = False
 
     @property
     def wire(self) -> float:
@@ -87,9 +91,66 @@ class MovedArray:
             return (2 * self.wire * max(math.prod(r.shape) for r in self.route.rounds) + chunk) / self.chunks[1]
         return 2 * max(self.before, self.after) / self.chunks[1] if self.route.joints else 0.0
 
+    @cached_property
+    def traffic(self) -> list[tuple[Collective, dict[str, float]]]:
+        """(a collective, kind of link → bytes that a device sends over it in all its runs, at most)."""
+        if self.route is None:
+            return []
+        return list((_permutes if self.route.rounds else _exchanges)(self, self.route))
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives in which a device sends."""
+        return tuple(c for c, _ in self.traffic)
+
+    @property
+    def links(self) -> dict[str, float]:
+        """Kind of link → bytes that a device sends over it: ``ICI``, ``NVLink``, ``DCN``, ``host``, ``links`` if not known."""
+        if self.route is None and not is_key(self):
+            return {"host": self.after}
+        return sum_by_key(links for _, links in self.traffic)
+
+    def collective(
+        self, op: CollectiveOp, axes: tuple[str, ...], n: float, calls: int, seconds: float | None
+    ) -> Collective:
+        """The record of a collective that runs ``calls`` times; each sends ``n`` bytes and takes ``seconds``."""
+        names = self.dims.split(" → ")
+        before, after = _rules(names[0], self.operands[0].sharding), _rules(names[-1], self.sharding)
+        sent = self.old_dtype if itemsize_of(self.old_dtype) == self.wire else self.dtype
+        cause = f"{before} before, {after} after"
+        return Collective(op, axes, self.path, self.dims, self.shape, str(sent), n, calls, cause, seconds=seconds)
+
+    def chunked(self, donate: bool, most: float) -> MovedArray:
+        """The array in chunks of at most ``most`` bytes, as far as its first dim allows; a donated one in place where it can be."""
+        if self.route is None:
+            return self
+        size, same = max(self.before, self.after), self.before == self.after and self.old_dtype == self.dtype
+        if self.route.parts is not None and not self.route.joints:  # it stays as it is
+            return replace(self, in_place=donate and same)
+        if size <= most:
+            return self
+        at, count = chunks_of(self.route, self.shape, most, size)
+        return replace(self, chunks=(at, count), in_place=donate and count > 1 and same and self.route.replaces(at))
+
+
+def sum_by_key(tables: Iterable[Mapping[K, float]]) -> dict[K, float]:
+    """Key → the sum of its values in some tables."""
+    total: Counter[K] = Counter()
+    for table in tables:
+        total.update(table)
+    return dict(total)
+
 
 def _elements(sharding: NamedSharding, shape: Sequence[int]) -> int:
     return math.prod(local_shape(shape, spec_of(sharding, len(shape)), dict(sharding.mesh.shape)))
+
+
+def _rules(dims: str, sharding: NamedSharding) -> str:
+    """The sharding of an array as rules, of the dims that are sharded."""
+    names = dims.split()
+    axes = spec_of(sharding, len(names)) if len(names) >= len(sharding.spec) else ()
+    rules = "; ".join(f"{name}: {'+'.join(of)}" for name, of in zip(names, axes, strict=False) if of)
+    return f"`{rules}`" if rules else f"`{sharding.spec}`" if any(sharding.spec) else "replicated"
 
 
 def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> tuple[int, int]:
@@ -100,8 +161,8 @@ def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> t
       size: bytes of the larger shard.
     """
     if route.parts is None:  # by rounds: the first dim, if no block is a part of it
-        whole = shape and all(r.operand == 0 and r.shape[0] == shape[0] for r in route.rounds)
-        free = {0: shape[0]} if whole else {}
+        unsplit = shape and all(r.operand == 0 and r.shape[0] == shape[0] for r in route.rounds)
+        free = {0: shape[0]} if unsplit else {}
     else:
         sharded = {*route.parts.have.values(), *route.parts.need.values()}
         free = {k: n for k, n in enumerate(route.parts.sizes) if k not in sharded and route.joints}
@@ -112,62 +173,36 @@ def chunks_of(route: Route, shape: Sequence[int], most: float, size: float) -> t
 # -- traffic
 
 
-def collectives_of(
-    route: Route, operands: Sequence[Operand], path: str, dims: str, shape: tuple[int, ...], dtype: Any, wire: float,
-    chunks: int, cause: str, chip: Chip | None,
-) -> tuple[tuple[Collective, ...], dict[str, float]]:  # fmt: skip
-    """(the records of the collectives of a route, kind of link → bytes that a device sends at most).
-
-    Args:
-      wire: bytes of an element that is sent; dtype: its name.
-      chunks: every collective runs once for each.
-    """
-    if route.rounds:
-        return _permutes(route, path, dims, shape, dtype, wire, chunks, cause, chip)
+def _exchanges(array: MovedArray, route: Route) -> Iterator[tuple[Collective, dict[str, float]]]:
+    """The traffic of an array that moves by one all-to-all and one all-gather."""
     assert route.parts is not None
     assert route.mesh is not None
-    torus = torus_of(program_mesh(route)) if isinstance(operands[0].sharding.mesh, Mesh) else {}
+    chunks, chip = array.chunks[1], array.chip
+    torus = torus_of(program_mesh(route)) if isinstance(array.sharding.mesh, Mesh) else {}
     of = {name: axis for axis, names in route.mesh.source.items() for name in names}
-    records, links = [], dict[str, float]()
-    steps = zip(route.joints, joint_elements(shape, route.mesh, route.parts, route.joints), strict=True)
+    steps = zip(route.joints, joint_elements(array.shape, route.mesh, route.parts, route.joints), strict=True)
     for joint, (_, sent) in steps:
         if joint.op == "slice":
             continue
         stages = [s for a in joint.axes for s in torus.get(a, (Stage(route.mesh.sizes[a]),))]
-        n, group = sent * wire / chunks, math.prod(s.size for s in stages)
+        n, group = sent * array.wire / chunks, math.prod(s.size for s in stages)
         seconds = None if chip is None else seconds_of(joint.op, collective_volume(joint.op, n, group), stages, chip)
-        axes = tuple(dict.fromkeys(of[a] for a in joint.axes))
-        c = Collective(joint.op, axes, path, dims, shape, dtype, n, chunks, cause, seconds=seconds)
-        records.append(c)
-        for stage, of_stage in stage_bytes_sent(
-            Collective(joint.op, ("",), "", "", (), "", n, 1, ""), {"": tuple(stages)}
-        ):
-            kind = LINKS.get(stage.dim, "ICI")
-            links[kind] = links.get(kind, 0.0) + of_stage * chunks
-    return tuple(records), links
+        c = array.collective(joint.op, tuple(dict.fromkeys(of[a] for a in joint.axes)), n, chunks, seconds)
+        sends = c.entry.stage_bytes(joint.op, n, [s for s in stages if s.size > 1])
+        yield c, sum_by_key({LINKS.get(stage.dim, "ICI"): each * chunks} for stage, each in sends)
 
 
-def _permutes(
-    route: Route,
-    path: str,
-    dims: str,
-    shape: tuple[int, ...],
-    dtype: Any,
-    wire: float,
-    chunks: int,
-    cause: str,
-    chip: Chip | None,
-) -> tuple[tuple[Collective, ...], dict[str, float]]:
-    """As :func:`collectives_of`, of a route in rounds of permutes."""
-    sending = [r for r in route.rounds if any(s != t for s, t in r.pairs)]
+def _permutes(array: MovedArray, route: Route) -> Iterator[tuple[Collective, dict[str, float]]]:
+    """The traffic of an array that moves in rounds of permutes."""
+    sending, chip = [r for r in route.rounds if any(s != t for s, t in r.pairs)], array.chip
     if not sending:
-        return (), {}
+        return
     has_places = chip is not None and not chip.switch and getattr(route.devices[0], "coords", None) is not None
     places = Places.of(np.array(route.devices, dtype=object)) if has_places else None
     kinds: dict[str, np.ndarray] = {}
     seconds = 0.0
     for step in sending:
-        size, slowest, hops = math.prod(step.shape) * wire, 0.0, []
+        size, slowest, hops = math.prod(step.shape) * array.wire, 0.0, []
         for s, t in step.pairs:
             if s == t:
                 continue
@@ -179,10 +214,10 @@ def _permutes(
         # messages over several links share them: each device has a link in each dimension of the torus
         crowd = 1.0 if chip is None else max(1.0, sum(hops) / len(hops) / max(1, len(chip.torus)))
         seconds += slowest * crowd
-    calls = len(sending) * chunks
-    n, each = float(route.sent.max()) * wire / calls, None if chip is None else seconds / calls
-    record = Collective("collective-permute", ("devices",), path, dims, shape, dtype, n, calls, cause, seconds=each)
-    return (record,), {kind: float(sent.max()) for kind, sent in kinds.items()}
+    calls = len(sending) * array.chunks[1]
+    n, each = float(route.sent.max()) * array.wire / calls, None if chip is None else seconds / calls
+    record = array.collective("collective-permute", ("devices",), n, calls, each)
+    yield record, {kind: float(sent.max()) for kind, sent in kinds.items()}
 
 
 def _link(a: Any, b: Any, pair: tuple[int, int], places: Places | None, chip: Chip | None) -> tuple[str, int]:
@@ -242,18 +277,104 @@ class Memory:
     round: int
 
 
-def memory_of(rounds: Sequence[Sequence[MovedArray]], donate: bool) -> Memory:
-    """The memory of a device that has the source and the target of all arrays."""
-    last = {path: k for k, of in enumerate(rounds) for a in of for path in a.sources}
-    sizes = {p: itemsize_of(a.old_dtype) * _elements(o.sharding, o.shape)
-             for of in rounds for a in of if a.route for p, o in zip(a.sources, a.operands, strict=True)}  # fmt: skip
-    source, target = sum(sizes.values()), sum(a.after for of in rounds for a in of)
-    live, peak, at = source, source, 0
-    for k, of in enumerate(rounds):
-        grows = sum(a.after for a in of if not a.in_place)
-        during = live + grows + sum(a.temporary for a in of)
-        if during > peak:
-            peak, at = during, k
-        freed = sum(sizes.get(p, 0.0) for p in {p for a in of for p in a.sources} if last[p] == k) if donate else 0.0
-        live += sum(a.after for a in of) - freed
-    return Memory(source, target, peak, at)
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Source or target of a move, in words.
+
+    Attributes:
+      mesh: axis → size; layout: as text; "": not given as rules.
+      devices: their number.
+    """
+
+    mesh: Mapping[str, int]
+    layout: str
+    devices: int
+
+
+@dataclass(frozen=True, eq=False)
+class MovePlan:
+    """What each device sends and needs in a move; :class:`moves.move.Move` describes the attributes."""
+
+    rounds: tuple[tuple[MovedArray, ...], ...]
+    source: Side
+    target: Side
+    donate: bool
+
+    @cached_property
+    def arrays(self) -> tuple[MovedArray, ...]:
+        """The arrays of all rounds."""
+        return tuple(a for of in self.rounds for a in of)
+
+    @property
+    def chip(self) -> Chip | None:
+        """The chip of the devices; None: not known, and there are no seconds."""
+        return self.arrays[0].chip
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every collective of the move, with dims, axes, bytes, count, cause."""
+        return tuple(c for a in self.arrays for c in a.collectives)
+
+    def _largest(self, elements: Callable[[Route], np.ndarray]) -> int:
+        """The largest of the bytes of each device, from the elements of each device in a route."""
+        routes = ((a.route, a.wire) for a in self.arrays if a.route is not None)
+        tables = (dict(zip(r.devices, elements(r) * wire, strict=True)) for r, wire in routes)
+        return int(max(sum_by_key(tables).values(), default=0))
+
+    @cached_property
+    def bytes_sent(self) -> int:
+        """Bytes that a device sends, at most."""
+        return self._largest(lambda route: route.sent)
+
+    @cached_property
+    def bytes_received(self) -> int:
+        """Bytes that a device receives, at most: the elements that it needs and does not have."""
+        return self._largest(lambda route: route.received)
+
+    @property
+    def links(self) -> dict[str, float]:
+        """Kind of link (``ICI``, ``NVLink``, ``DCN``, ``host``; ``links``: not known) → bytes that a device sends over it."""
+        return sum_by_key(a.links for a in self.arrays)
+
+    @property
+    def seconds(self) -> float | None:
+        """Estimated seconds, one collective after the other; None: the chip is not known."""
+        if self.chip is None:
+            return None
+        copies = self.links.get("host", 0.0) / self.chip.per_device().host_link
+        return sum(c.total_seconds for c in self.collectives) + copies
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes of a device that has the source and the target of all arrays, before and after the move, and at its peak."""
+        last = {path: k for k, of in enumerate(self.rounds) for a in of for path in a.sources}
+        sizes = {p: itemsize_of(a.old_dtype) * _elements(o.sharding, o.shape)
+                 for of in self.rounds for a in of if a.route for p, o in zip(a.sources, a.operands, strict=True)}  # fmt: skip
+        source, target = sum(sizes.values()), sum(a.after for of in self.rounds for a in of)
+        live, peak, at = source, source, 0
+        for k, of in enumerate(self.rounds):
+            grows = sum(a.after for a in of if not a.in_place)
+            during = live + grows + sum(a.temporary for a in of)
+            if during > peak:
+                peak, at = during, k
+            freed = {p for a in of for p in a.sources if self.donate and last[p] == k}
+            live += sum(a.after for a in of) - sum(sizes.get(p, 0.0) for p in freed)
+        return Memory(source, target, peak, at)
+
+    @property
+    def rounds_text(self) -> str:
+        """``3 programs, 12 collectives``."""
+        calls, n = sum(c.runs for c in self.collectives), len(self.rounds)
+        return f"{n} program{'s' * (n != 1)}, {calls} collective{'s' * (calls != 1)}"
+
+    def to_json(self) -> str:
+        """The move as JSON: source, target, bytes, links, seconds, memory, and every array."""
+        arrays = [
+            {"path": a.path, "sources": a.sources, "dims": a.dims, "shape": a.shape, "dtype": str(a.dtype),
+             "before": [str(o.sharding.spec) for o in a.operands], "after": str(a.sharding.spec), "links": a.links,
+             "collectives": [c.to_dict() for c in a.collectives]} for a in self.arrays
+        ]  # fmt: skip
+        sides = {k: asdict(side) for k, side in (("source", self.source), ("target", self.target))}
+        numbers = {k: getattr(self, k) for k in ("bytes_sent", "bytes_received", "links", "seconds", "donate")}
+        memory = asdict(self.memory)
+        return json.dumps({**sides, **numbers, "memory": memory, "rounds": len(self.rounds), "arrays": arrays})

@@ -16,13 +16,18 @@ from ..report.html import collectives_table
 from ..report.tables import Cell, Table, hanging, number
 from ..report.text import collectives_block
 from ..units import format_bytes, format_memory, format_seconds
-from .plan import LINKS
-from .planned import MovePlan, Side
+from .plan import LINKS, MovePlan, Side
 
 
 def move_title(move: MovePlan) -> str:
-    """``8 devices (data=8) → 4 devices (model=4)``, and what a device sends."""
-    return f"{_side(move.source)} → {_side(move.target)}, each device sends {format_bytes(move.bytes_sent)}"
+    """``8 devices (data=8) → 4 devices (model=4)``, and the bytes that a device sends."""
+    return f"{_source(move)} → {_side(move.target)}, each device sends {format_bytes(move.bytes_sent)}"
+
+
+def _source(move: MovePlan) -> str:
+    """The devices of the source, or ``host memory``, as text."""
+    from_host = move.links and move.links.keys() <= {"host"} and not move.bytes_received
+    return "host memory" if from_host else _side(move.source)
 
 
 def _side(side: Side) -> str:
@@ -32,12 +37,14 @@ def _side(side: Side) -> str:
 def _lines(move: MovePlan) -> Iterator[tuple[str, str]]:
     """(label, text) of the summary."""
     memory, seconds = move.memory, move.seconds
-    for name, side in (("source", move.source), ("target", move.target)):
-        yield name, _side(side) + f"  {side.layout}" * bool(side.layout)
+    for name, text, side in (("source", _source(move), move.source), ("target", _side(move.target), move.target)):
+        yield name, text + f"  {side.layout}" * bool(side.layout)
     took = "" if seconds is None else f" in {format_seconds(seconds)}"
-    over = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in move.links.items() if kind != LINKS[""])
+    host = move.links.get("host", 0.0)
+    over = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in move.links.items() if kind not in (LINKS[""], "host"))
     yield "sends", f"{format_bytes(move.bytes_sent)} a device{took}" + f": {over}" * bool(over)
-    yield "receives", f"{format_bytes(move.bytes_received)} a device: what it needs and does not have"
+    received = f"{format_bytes(move.bytes_received + host)} a device: what it needs and does not have"
+    yield "receives", received + f", {format_bytes(host)} of it from host memory" * bool(host)
     yield "rounds", move.rounds_text
     frees = "each round frees its part of the source" if move.donate else "not donated: the source stays"
     sizes = f"before {format_memory(memory.source)}, after {format_memory(memory.target)}; {frees}"
@@ -62,15 +69,8 @@ def _arrays(move: MovePlan, colours: AxisColours) -> Table:
         before, after = sum(x.before for x in group), sum(x.after for x in group)
         rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), number(format_memory(before), before),
                      number(format_memory(after), after), number(format_bytes(sent), sent)])  # fmt: skip
-    columns = [
-        ("before", ""),
-        ("after", ""),
-        ("dtype", ""),
-        ("arrays", "n"),
-        ("bytes before", "n"),
-        ("bytes after", "n"),
-        ("sends", "n"),
-    ]
+    numbers = ("arrays", "bytes before", "bytes after", "sends")
+    columns = [("before", ""), ("after", ""), ("dtype", ""), *((name, "n") for name in numbers)]
     return Table(columns, rows, "each device moves")
 
 

@@ -72,7 +72,7 @@ class Route:
     """How an array of the target is made.
 
     Attributes:
-      devices: of source and target, those of the source first.
+      devices: of source and target, the source's first.
       sent, received: elements that each device sends to others and receives from others.
       mesh: source and target on the same devices as one mesh; None: they are not.
       parts, joints: of a move by collectives; None, empty: by rounds.
@@ -101,24 +101,20 @@ class Route:
         return getattr(self.devices[0], "platform", "") == "cpu"
 
 
-def union_of(*meshes: Any) -> tuple[Any, ...]:
-    """The devices of some meshes, each once."""
-    return tuple(dict.fromkeys(d for mesh in meshes for d in devices_of(mesh)))
-
-
 @lru_cache(maxsize=4096)
 def route(operands: tuple[Operand, ...], shape: tuple[int, ...], target: NamedSharding) -> Route:
     """How an array of the target is made of arrays of the source.
 
     A device that has an element keeps it, and every other one receives it once. If the devices stay, and the target places no
     axis where the source has another one, this is one all-to-all and one all-gather over all axes together. Else each device
-    receives its blocks from devices that have them, those of the same slice first, in rounds of permutes.
+    receives its blocks from devices that have them, of the same slice where possible, in rounds of permutes.
 
     Args:
       shape: of the array of the target.
       target: its sharding.
     """
-    devices = union_of(*(o.sharding.mesh for o in operands), target.mesh)
+    meshes = *(o.sharding.mesh for o in operands), target.mesh
+    devices = tuple(dict.fromkeys(d for mesh in meshes for d in devices_of(mesh)))  # each once
     same = operands[0].shape == shape and not any(operands[0].shift)
     mesh = factored(operands[0].sharding.mesh, target.mesh) if same and len(operands) == 1 else None
     if mesh is not None:
@@ -144,7 +140,7 @@ def _joints(parts: Parts, mesh: Factored) -> tuple[Joint, ...] | None:
     new = tuple(a for a in mesh.sizes if a in need and a not in have)
     moved = tuple(a for a in mesh.sizes if a in need and a in have and need[a] != have[a])
     gone = tuple(a for a in mesh.sizes if a in have and a not in need)
-    if any(need[a] in taken for a in (*new, *moved)):
+    if taken & {need[a] for a in (*new, *moved)}:
         return None
     joints = [
         Joint("slice", new, reaches=tuple(need[a] for a in new)),

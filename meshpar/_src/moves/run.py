@@ -42,7 +42,7 @@ def local_move(array: MovedArray, axes: tuple[str, ...]) -> Callable[..., jax.Ar
         return _bits(_of_bits(x, old).astype(dtype), route.on_cpus)
 
     def moved(x: jax.Array, parts: Parts) -> jax.Array:
-        """The bits of a shard of the target from those of the source, with one dim for each part."""
+        """The bits of a shard of the target from the bits of the source's shard, with one dim for each part."""
         assert route.mesh is not None
         x = cast(x, True).reshape(parts.local(parts.have))
         return cast(follow(x, parts, route.mesh, route.joints, route.on_cpus), False)
@@ -122,22 +122,14 @@ class Program:
         shape = (local[0] * len(self.devices), *local[1:]) if local else ()
         return shape, NamedSharding(self.mesh, self._spec(len(local)))
 
-    def abstract(self) -> list[jax.ShapeDtypeStruct]:
-        """Its arguments, to compile it."""
-        out = []
-        for operand, dtype in self.sources.values():
-            shape, sharding = self._joined(operand.sharding.shard_shape(operand.shape))
-            out.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-        return out
-
     def __call__(self, found: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """The arrays of the target by their paths, from those of the source; donated ones are deleted."""
+        """The arrays of the target by their paths, from the arrays of the source; donated ones are deleted."""
         own = [d for d in self.devices if d.process_index == jax.process_index()]
         inputs = []
         for path, (operand, dtype) in self.sources.items():
             local = operand.sharding.shard_shape(operand.shape)
             shards = {s.device: s.data for s in found[path].addressable_shards}
-            parts = [shards[d] if d in shards else _zeros(local, dtype, d) for d in own]
+            parts = [shards[d] if d in shards else jnp.zeros(local, dtype, device=d) for d in own]
             shape, sharding = self._joined(local)
             inputs.append(jax.make_array_from_single_device_arrays(shape, sharding, parts))
         out = {}
@@ -149,8 +141,3 @@ class Program:
             if k in self.donated and not found[path].is_deleted():
                 found[path].delete()
         return out
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> jax.Array:
-    """Zeros on a device that has no shard of the source."""
-    return jnp.zeros(shape, dtype, device=device)

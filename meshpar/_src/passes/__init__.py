@@ -90,6 +90,7 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
+@without_gc()
 def make_plan(program: Program, request: PlanRequest) -> Plan:
     """The plan of a program, after all passes, with warnings.
 
@@ -97,13 +98,12 @@ def make_plan(program: Program, request: PlanRequest) -> Plan:
       UnsupportedError: an ``overlap`` that does not exist; layers that cannot be a pipeline.
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError.
     """
-    with without_gc():
-        plan = planned(program, request, RANK)
-    plan = with_notes(with_passes(plan))
+    plan = with_notes(with_passes(planned(program, request, RANK)))
     warn(plan)
     return plan
 
 
+@without_gc()
 def replan(plan: Plan, request: PlanRequest) -> Plan:
     """A plan of the program of another plan, after all passes; warnings of the first plan are not repeated.
 
@@ -131,18 +131,17 @@ def with_passes(plan: Plan) -> Plan:
         lambda values: refused_options(plan.mesh, values),
     )  # fmt: skip
     plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason, options=options)
-    with without_gc():
-        best = _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
-        if plan.chip is None or request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):
-            return best
-        jit = separated = _run_passes(replace(plan, lowering="jit", overlap="off"))
-        if "FUSED_EPILOGUE" in plan.compiler.quirks:
-            separated = replace(jit, body=separate_matmuls(jit))
-        chosen = shorter_lowering(best, jit, separated)
-        free_caches(jit if chosen is best else best)
-        if separated is not jit:
-            free_caches(separated)
-        return chosen
+    best = _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
+    if plan.chip is None or request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):
+        return best
+    jit = separated = _run_passes(replace(plan, lowering="jit", overlap="off"))
+    if "FUSED_EPILOGUE" in plan.compiler.quirks:
+        separated = replace(jit, body=separate_matmuls(jit))
+    chosen = shorter_lowering(best, jit, separated)
+    free_caches(jit if chosen is best else best)
+    if separated is not jit:
+        free_caches(separated)
+    return chosen
 
 
 def _with_overlaps(plan: Plan) -> Plan:

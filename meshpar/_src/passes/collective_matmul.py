@@ -7,7 +7,7 @@ an implementation, and the steps of the pair are replaced accordingly. A plan ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,6 @@ from ..plan.steps import (
     Reduce,
     ReduceRing,
     Reshard,
-    RingDot,
     Run,
     Shard,
     Step,
@@ -82,15 +81,6 @@ class Pair:
             kernel = None if isinstance(fused, str) else fused
             exposed = exposed_seconds(plan, plan.chip, found, hops, kernel, blocks, by_cost)
         return cls(found, critical, tuple(terms), hops, fused, exposed)
-
-    def without(self, plan: Plan, in_rings: Set[Op]) -> Pair | None:
-        """The pair without the matmuls that are in the rings of other pairs; None: no ring is left."""
-        dots = tuple(dot for dot in self.found.dots if dot[0].op not in in_rings)
-        if len(dots) == len(self.found.dots):
-            return self
-        if not dots or not self.found.gather:
-            return None
-        return Pair.of(plan, replace(self.found, dots=dots, keep=True), self.critical)
 
 
 def activation_axes(plan: Plan, pairs: Sequence[Pair]) -> list[tuple[str, ...]]:
@@ -146,10 +136,9 @@ def with_overlaps(plan: Plan, pairs: Sequence[Pair], joint: Mapping[tuple[str, .
     changes: dict[Step, Step] = {}
     overlaps: list[Overlap] = []
     in_rings: set[Op] = set()
-    for each in pairs:
-        pair = each.without(plan, in_rings)
-        if pair is None:
-            continue
+    for pair in pairs:
+        if not in_rings.isdisjoint(run.op for run, _ in pair.found.dots):
+            continue  # a matmul is computed by one ring
         decision = _decision(plan, pair, joint.get(pair.found.axes) if pair.critical else None)
         overlaps.append(decision)
         if decision.choice != "xla":
@@ -305,9 +294,7 @@ def _can_precede(value: Value | None, frame: Frame, first: int, position: Mappin
             call = v.op
             while call is not None and call.frame is not frame:
                 call = call.frame.parent
-            if call is None and not _encloses(v.op.frame, frame):
-                return False
-            if call is not None and position[call] >= first:
+            if call is None or position[call] >= first:
                 return False
             continue
         if position[v.op] < first or v.op in moved:
@@ -317,14 +304,6 @@ def _can_precede(value: Value | None, frame: Frame, first: int, position: Mappin
         moved.add(v.op)
         todo += v.op.ins
     return True
-
-
-def _encloses(frame: Frame, inner: Frame) -> bool:
-    """Whether a frame is an ancestor of another."""
-    parent = inner.parent
-    while parent is not None and parent.frame is not frame:
-        parent = parent.frame.parent
-    return parent is not None
 
 
 def _carried(body: Body) -> set[Value]:
@@ -424,9 +403,8 @@ def _ring_steps(plan: Plan, pair: Pair, choice: Choice) -> dict[Step, Step]:
     new = [replace(c, algorithm="pallas") if c.entry.ring_step and choice == "pallas" else c for c in pair.hops]
     collectives = (*new, *step.collectives[1:])
     if isinstance(step, Reshard):
-        dots = tuple(RingDot(run.op, side, run.operands[1 - side], run.results[0]) for run, side in found.dots)
         assert not isinstance(fused, FusedScatter)
-        ring = GatherRing(found.dim, found.axes, dots, found.keep, fused)
+        ring = GatherRing(found.dim, found.axes, found.dots, found.keep, fused)
         changes: dict[Step, Step] = {run: replace(run, in_ring="gather") for run, _ in found.dots}
         return {**changes, step: replace(step, collectives=collectives, ring=ring)}
     leaves = tuple((run.results[0], d) for run, d in found.dots)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
+from ..cost.schedule import sorted_by_dependencies
 from ..plan.partial import readers_of
 from ..plan.plan import Plan
 from ..program.ir import Frame, Op, Program, Value
@@ -86,6 +87,39 @@ class FrameDependencies:
                 self.leads_to_heavy[u] or u.primitive.matmul or u.primitive.family in ("opaque", "kernel") or u.frames
                 for u in users
             )
+
+    def last_operand(self, op: Op) -> int:
+        """The index of the last op that computes an operand of an op; -1: none does."""
+        makers = (self.maker.get(v) for v in op.ins if v is not None)
+        return max((self.position[m] for m in makers if m is not None), default=-1)
+
+    def sum_of(self, value: Value) -> Value:
+        """The sum that a value is a term of, and is used for nothing else; else the value itself."""
+        while len(users := self.users.get(value, ())) == 1 and users[0].primitive.family == "add":
+            value = users[0].outs[0]
+        return value
+
+    def followers(self, op: Op, waiting: Mapping[Value, Sequence[Op]]) -> set[Op]:
+        """The ops that depend on an op or are ``waiting`` for the result of one of these, itself included."""
+        out, todo = {op}, [op]
+        while todo:
+            for value in todo.pop().makes:
+                for user in (*self.users.get(value, ()), *waiting.get(value, ())):
+                    if user not in out:
+                        out.add(user)
+                        todo.append(user)
+        return out
+
+    def order(self, after: Mapping[Op, Sequence[Value]]) -> list[Op]:
+        """The ops in program order, but those that wait, and ops that depend on them, ``after`` the values for which they wait."""
+        ops, position = self.frame.ops, self.position
+        waits = [(position[op], {self.maker[v] for v in values}) for op, values in after.items() if op in position]
+        if all(position[maker] < k for k, makers in waits for maker in makers):
+            return ops
+        before = {op: set(makers) for op, makers in zip(ops, self.makers, strict=True)}
+        for k, makers in waits:
+            before[ops[k]] |= makers
+        return sorted_by_dependencies(before, position)
 
     @cached_property
     def makers(self) -> list[set[Op]]:

@@ -49,9 +49,8 @@ def indivisible_dims(plan: Plan) -> Iterator[IndivisibleDim]:
     }
     seen = set()
     assignment = AxisAssignment(plan.program, plan.layout, plan.sizes)
-    required = ((value, i, plan.layout.rules[index]) for value, i, index in assignment.all_indivisible())
     optional = assignment.all_indivisible_optional([rule for rule in sharding if rule.optional])
-    for value, i, rule in itertools.chain(required, optional):
+    for value, i, rule in itertools.chain(assignment.all_indivisible(), optional):
         if rule in sharding and rule not in seen:
             seen.add(rule)
             size = list(assignment.value_items(value))[i][1]

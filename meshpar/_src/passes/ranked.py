@@ -6,7 +6,6 @@ import math
 import warnings
 
 from ...errors import JoinWarning
-from ..compat.jax import without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..plan.plan import Plan
@@ -39,6 +38,6 @@ def plan_without_passes(plan: Plan, request: PlanRequest, max_seconds: float = m
       UnknownAxisError, UnknownDimError, DivisibilityError, JoinError: as for any plan.
       TooLong: the sum is larger.
     """
-    with warnings.catch_warnings(), without_gc():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", JoinWarning)
         return planned(plan.program, request, RANK, max_seconds)

@@ -3,11 +3,9 @@
 The backward pass of a matmul has two: the cotangent times the weight, on which the previous layer depends, and the cotangent
 times the saved operand, which is the weight's gradient, on which nothing else depends. The scheduler of libtpu 0.0.42 (default
 effort) runs all gradients of a network last, while all-gathered operands stay in memory; in a loop it keeps gathered weights until
-the gradients are computed (:data:`compat.quirks.LATE_GRADIENTS`). Three rules:
+the gradients are computed (:data:`compat.quirks.LATE_GRADIENTS`). Two rules:
 
 - a matmul whose result is reduce-scattered waits for the matmuls of the same cotangent with gathered weights, which can be freed;
-- where a later loop waits for an asynchronous reduction, these matmuls wait for the reduction of the weight's gradient instead, and
-  run while the reduction is in flight;
 - a matmul on which no other depends is not postponed: the second one after it waits for it.
 
 Matmuls in loops whose results are reduced on the SparseCores have no barriers. The compiler runs these at the end of the loop's
@@ -20,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..cost.schedule import on_sparse_cores, sorted_by_dependencies
+from ..cost.schedule import on_sparse_cores
 from ..plan.plan import Plan
 from ..plan.steps import (
     Barrier,
@@ -106,7 +104,8 @@ class _Waits:
 
     Attributes:
       after: matmul → the values for which it waits, as their ops compute them (possibly partial).
-      frames: the frames with matmuls → their order.
+      waiting: value → the matmuls that wait for it.
+      frames: the frames with matmuls → the dependencies between their ops.
       in_chunks: values that rings compute and reduce in chunks, so that they never exist as one array.
       hide: the matmuls in loops whose results are reduced on the SparseCores.
     """
@@ -115,7 +114,8 @@ class _Waits:
         """Decide for every frame with matmuls which of them wait, and for which values."""
         self.plan = plan
         self.after: dict[Op, list[Value]] = {}
-        self.frames = {frame: _FrameOrder(facts) for frame, facts in plan.program.cached(frame_dependencies).items()}
+        self.waiting: dict[Value, list[Op]] = {}
+        self.frames = plan.program.cached(frame_dependencies)
         self.in_chunks = {
             s.value
             for step in plan.body.all_steps
@@ -134,7 +134,7 @@ class _Waits:
             self._delay_others(frame)
 
     def _delay_scattered(self) -> None:
-        """Apply the first two rules."""
+        """Apply the first rule."""
         reductions = [s for s in self.plan.body.all_steps if isinstance(s, Reduce) and s.scatters and s.collectives]
         if not reductions:
             return
@@ -149,58 +149,43 @@ class _Waits:
                         readers.setdefault((op.frame, v), []).append(op)
         for step in reductions:
             for op in added_matmuls(self.plan, step.source.value):
-                self._delay(step, op, [r for v in op.ins if v is not None for r in readers.get((op.frame, v), ())])
+                self._delay(op, [r for v in op.ins if v is not None for r in readers.get((op.frame, v), ())])
 
-    def _delay(self, reduction: Reduce, op: Op, others: Sequence[Op]) -> None:
-        """Let a matmul whose result is reduce-scattered wait for others of the same cotangent, or these for it (second rule)."""
+    def _delay(self, op: Op, others: Sequence[Op]) -> None:
+        """Let a matmul whose result is reduce-scattered wait for others of the same cotangent."""
         frame = self.frames[op.frame]
         others = [r for r in others if frame.position[r] > frame.last_operand(op)]
         results = [frame.sum_of(r.outs[0]) for r in others]
         results = [v for v in results if v.op is not None and self._is_array(v)]
-        if not results or frame.leads_to_heavy(op):
+        if not results or frame.leads_to_heavy[op]:
             return
-        followers = frame.followers(op)
+        followers = frame.followers(op, self.waiting)
         free = [v for v in results if v.op not in followers]
         if not free:
             return
         last = max(free, key=lambda v: frame.position[v.op])  # type: ignore[index]
-        if self._blocks_a_loop(reduction, frame, last) and self._is_array(op.outs[0]):
-            for r in others:
-                if r not in followers and op not in frame.followers(r):
-                    self._wait(frame, r, op.outs[0])
-        else:
-            self._wait(frame, op, last)
+        self._wait(op, last)
 
-    def _blocks_a_loop(self, step: Reduce, frame: _FrameOrder, value: Value) -> bool:
-        """Whether a loop after ``value`` waits for an asynchronous reduction (:func:`.barriers.serialize_loops`)."""
-        plan = self.plan
-        if plan.shard_bytes(step.source) < plan.compiler.serialized_reduction_bytes or not any(
-            plan.is_async(c.op) for c in step.collectives
-        ):
-            return False
-        assert value.op is not None
-        return any(op.primitive.family == "scan" for op in frame.followers(value.op))
-
-    def _delay_others(self, frame: _FrameOrder) -> None:
-        """Apply the third rule."""
+    def _delay_others(self, frame: FrameDependencies) -> None:
+        """Apply the second rule."""
         left: list[tuple[Op, int]] = []  # matmuls on which no other depends, and the number of matmuls since
         order = frame.order(self.after)
-        for op in frame.matmuls if order is frame.ops else order:
+        for op in frame.matmuls if order is frame.frame.ops else order:
             if not op.primitive.matmul or not op.outs:
                 continue
-            if not frame.leads_to_heavy(op):
+            if not frame.leads_to_heavy[op]:
                 if self._operand_bytes(op) >= self.plan.compiler.large_buffer_bytes and self._is_array(op.outs[0]):
                     left.append((op, 0))
                 continue
             left = [(o, n + 1) for o, n in left]
             for o in [o for o, n in left if n > 1]:
-                self._wait(frame, op, o.outs[0])
+                self._wait(op, o.outs[0])
             left = [(o, n) for o, n in left if n <= 1]
 
-    def _wait(self, frame: _FrameOrder, op: Op, value: Value) -> None:
+    def _wait(self, op: Op, value: Value) -> None:
         """Let an op wait for a value."""
         self.after.setdefault(op, []).append(value)
-        frame.waiting.setdefault(value, []).append(op)
+        self.waiting.setdefault(value, []).append(op)
 
     def _is_array(self, value: Value) -> bool:
         """Whether a value exists as one array, as its op computes it: neither constant, nor computed in the chunks of a ring."""
@@ -245,58 +230,9 @@ def _gathers(body: Body) -> Iterator[tuple[Reshard, list[Op]]]:
             if step.copy and next((m.op for m in step.path if m.op != "slice"), "") == "all-gather":
                 gathers.append(step)
                 dots = () if step.ring is None else step.ring.dots
-                users[step.result] = [dot.op for dot in dots if dot.op.frame is body.frame]
+                users[step.result] = [run.op for run, _ in dots if run.op.frame is body.frame]
         elif users and isinstance(step, Run) and step.op.primitive.matmul and step.in_ring != "gather":
             for shard in step.reads:
                 if shard in users:
                     users[shard].append(step.op)
     yield from ((step, users[step.result]) for step in gathers)
-
-
-class _FrameOrder:
-    """The order of a frame's ops, with dependencies that a pass adds.
-
-    Attributes:
-      waiting: value → the ops that wait for it, though they do not read it.
-    """
-
-    def __init__(self, facts: FrameDependencies):
-        self._facts, self.ops, self.matmuls, self.position = facts, facts.frame.ops, facts.matmuls, facts.position
-        self.waiting: dict[Value, list[Op]] = {}
-
-    def followers(self, op: Op) -> set[Op]:
-        """The ops that depend on an op or wait for one of these, itself included."""
-        out, todo = {op}, [op]
-        while todo:
-            for value in todo.pop().makes:
-                for user in (*self._facts.users.get(value, ()), *self.waiting.get(value, ())):
-                    if user not in out:
-                        out.add(user)
-                        todo.append(user)
-        return out
-
-    def last_operand(self, op: Op) -> int:
-        """The index of the last op that computes an operand of an op; -1: none does."""
-        makers = (self._facts.maker.get(v) for v in op.ins if v is not None)
-        return max((self.position[m] for m in makers if m is not None), default=-1)
-
-    def leads_to_heavy(self, op: Op) -> bool:
-        """Whether a matmul, an opaque kernel or a loop depends on an op."""
-        return self._facts.leads_to_heavy[op]
-
-    def sum_of(self, value: Value) -> Value:
-        """The sum that a value is a term of, and is used for nothing else; else the value itself."""
-        while len(users := self._facts.users.get(value, ())) == 1 and users[0].primitive.family == "add":
-            value = users[0].outs[0]
-        return value
-
-    def order(self, after: Mapping[Op, list[Value]]) -> list[Op]:
-        """The ops in program order, but those that wait, and ops that depend on them, after the values for which they wait."""
-        ops, position, facts = self.ops, self.position, self._facts
-        waits = [(position[op], {facts.maker[v] for v in values}) for op, values in after.items() if op in position]
-        if all(position[maker] < k for k, makers in waits for maker in makers):
-            return ops
-        before = {op: set(makers) for op, makers in zip(ops, facts.makers, strict=True)}
-        for k, makers in waits:
-            before[ops[k]] |= makers
-        return sorted_by_dependencies(before, position)

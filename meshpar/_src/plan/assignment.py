@@ -35,8 +35,6 @@ from .spec import replicated_spec
 Names = tuple[str, ...]
 Items = tuple[tuple[Names, int], ...]
 """(names, size) of every dim of a value, or of every factor of an op."""
-_ItemAxes = dict[tuple[Items, tuple[str, ...]], tuple[Spec, dict[int, int]]]
-"""(items, scopes) → (axes of every item, item → index of a rule whose axes do not divide its size)."""
 MAX_CHOICES = 512
 """Ways to assign the contested axes of an op up to which all are costed (``resolve="cost"``)."""
 
@@ -77,11 +75,11 @@ class GroupAssignment:
 
     Attributes:
       axes: for each query, the axes of every dim or factor.
-      indivisible: indices of the queries with a rule whose axes do not divide a size.
+      indivisible: for each query, dim → the first rule whose axes do not divide it.
     """
 
     axes: tuple[tuple[tuple[str, ...], ...], ...]
-    indivisible: tuple[int, ...]
+    indivisible: tuple[dict[int, Rule], ...]
 
 
 MAX_CACHED_ASSIGNMENTS = 4096
@@ -120,10 +118,6 @@ class Queries:
     of_op: dict[Op, tuple[int, ...]]
 
 
-_OpAxes = dict[tuple[OpQuery, tuple[str, ...]], list[tuple[str, ...]]]
-"""(query of an op, scopes) → the axes of every factor."""
-
-
 class _ProgramTables:
     """What axis assignment computes from a program, independently of the layout.
 
@@ -146,27 +140,18 @@ class _ProgramTables:
         self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
         self.queries: dict[tuple[str, ...], Queries] = {}
         self.shard_map_axes = _shard_map_axes(program)
-        self._last: tuple[Any, _ItemAxes, _OpAxes] = None, {}, {}
-
-    def axes_under(self, rules: tuple[Rule, ...], sizes: tuple[tuple[str, int], ...]) -> tuple[_ItemAxes, _OpAxes]:
-        """The tables of assigned axes under some rules on a mesh. Those of the last rules and mesh are cached."""
-        if self._last[0] != (rules, sizes):
-            self._last = (rules, sizes), {}, {}
-        return self._last[1:]
 
 
 class AxisAssignment:
     """Which axes shard the values and ops of one program under one layout on one mesh.
 
     Attributes:
-      indivisible: value → dim → index of a rule whose axes do not divide the dim.
       notes: sentences for the plan's notes.
       named_scopes: the scopes that the rules of the layout name; scoped: there are some.
     """
 
     def __init__(self, program: Program, layout: Layout, sizes: Mapping[str, int]):
-        """The assignment for mesh axes of these sizes (axis → size); values and ops are looked up when they are
-        queried."""
+        """The assignment for mesh axes of these sizes (axis → size); it is computed when the first value or op is looked up."""
         self.program, self.layout, self.sizes = program, layout, sizes
         self.named_scopes = tuple(sorted({r.scope for r in layout.rules if r.scope is not None}))
         self.scoped = bool(self.named_scopes)
@@ -174,26 +159,12 @@ class AxisAssignment:
         if self.scoped and self.named_scopes not in self.tables.scopes:
             self.tables.scopes[self.named_scopes] = _scopes(program, layout)
         self.scopes = self.tables.scopes[self.named_scopes] if self.scoped else {}
-        self.indivisible: dict[Value, dict[int, int]] = {}
         self.notes: list[str] = []
         self.shard_map_axes = self.tables.shard_map_axes
-        self._specs: dict[Value, Spec] = {}
-        self._by_nodes: dict[object, Spec] = {}
-        self._item_axes, self._op_axes = self.tables.axes_under(layout.rules, tuple(sizes.items()))
-        self._all: tuple[GroupAssignment, ...] | None = None
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
         """The scopes that a value is in, among those that the layout names."""
         return self.scopes.get(value, ())
-
-    def items(self, items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]):
-        """The cached result of :func:`layout.claim`: (axes of every item, item → rule that does not divide it)."""
-        key = (items, scopes)
-        result = self._item_axes.get(key)
-        if result is None:
-            axes, indivisible = claim(self.layout, items, self.sizes, scopes)
-            result = self._item_axes[key] = (tuple(axes), indivisible)
-        return result
 
     def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
         """(names, size) of every dim. A merged dim has the names of its major sub-dim: only that may be sharded."""
@@ -206,28 +177,12 @@ class AxisAssignment:
 
     def value_spec(self, value: Value) -> Spec:
         """The stored spec of a value. Arrays without elements are replicated: XLA returns them with the global shape."""
-        spec = self._specs.get(value)
-        if spec is None:
-            spec = self._specs[value] = self._value_spec(value)
-        return spec
+        spec = self._axes[self._of_value[value]]
+        return self.nameless_as_given(value, spec) if self.shard_map_axes and value.explicit is None else spec
 
-    def _value_spec(self, value: Value) -> Spec:
-        if 0 in value.shape:
-            return replicated_spec(len(value.shape))
-        if value.explicit is not None:
-            return value.explicit
-        # annotations and scopes belong to one value; without them, values with equal dims have equal specs
-        plain = value.annotation is None and not self.scoped
-        if plain and (spec := self._by_nodes.get((value.nodes, value.shape))) is not None:
-            return spec
-        axes, refused = self.items(self.value_items(value), self.scopes_of(value))
-        if refused:
-            self.indivisible[value] = refused
-        if self.shard_map_axes:
-            axes = self.nameless_as_given(value, axes)
-        if plain:
-            self._by_nodes[value.nodes, value.shape] = axes
-        return axes
+    def indivisible(self, value: Value) -> dict[int, Rule]:
+        """Dim of a value → the first rule whose axes do not divide it."""
+        return self._indivisible[self._of_value[value]]
 
     def unused_optional_rules(self, value: Value) -> Iterator[tuple[Rule, int]]:
         """Yields (rule, dim) for the rules of a value marked ``?`` that shard nothing because their axes do not divide
@@ -270,12 +225,10 @@ class AxisAssignment:
             scopes = set.intersection(*(set(self.scopes_of(v)) for v in ins)) if ins else set()
         return tuple(sorted(scopes))
 
-    def elementwise_spec(self, op: Op, out: Value) -> Spec:
+    def elementwise_spec(self, op: Op) -> Spec:
         """The spec in which an elementwise op computes: its result's, unless annotated operands name its dims differently."""
-        items = self.work_items(op, out)
-        if items is None and not self.scoped:
-            return self.value_spec(out)
-        return self.items(items or self.value_items(out), self.op_scopes(op, [out]))[0]
+        queries = self._of_op[op]
+        return self._axes[queries[-1]] if len(queries) > len(op.outs) else self.value_spec(op.outs[0])
 
     def work_items(self, op: Op, out: Value) -> Items | None:
         """(names, size) of the dims of an elementwise op that has annotated operands; None: it has none."""
@@ -347,28 +300,20 @@ class AxisAssignment:
         Args:
           cost: axes of the factors → bytes sent, by which conflicts are resolved; None: by the order of the rules.
         """
-        query, scopes = self.op_query(op)
         if cost is None:
-            return list(self._query_axes(query, scopes))
-        axes = self._claimed(query.groups, query.items, scopes)
-        axes = self._cheapest(op, query.items, scopes, axes, lambda choice: cost(query.linked(choice)))
+            return list(self._axes[self._of_op[op][-1]])
+        query, scopes = self.op_query(op)
+        axes = self._cheapest(
+            op, query.items, scopes, self._claimed(query, scopes), lambda way: cost(query.linked(way))
+        )
         return contiguous_only(op.factor_rule, query.linked(axes), self.sizes)
-
-    def _query_axes(self, query: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The axes of every factor of an op with a query, by the order of the rules."""
-        result = self._op_axes.get((query, scopes))
-        if result is None:
-            axes = query.linked(self._claimed(query.groups, query.items, scopes))
-            result = self._op_axes[query, scopes] = contiguous_of_pairs(query.nested, query.sizes, axes, self.sizes)
-        return result
 
     def op_query(self, op: Op) -> tuple[OpQuery, tuple[str, ...]]:
         """(query, scopes) of an op with a rule."""
-        rule, given = op.factor_rule, self.factor_names(op)
-        query = self.tables.op_queries.get((rule, given))
-        if query is None:
-            query = self.tables.op_queries[rule, given] = self._new_query(rule, given)
-        return query, self.op_scopes(op, op.outs)
+        rule, given, queries = op.factor_rule, self.factor_names(op), self.tables.op_queries
+        if (rule, given) not in queries:
+            queries[rule, given] = self._new_query(rule, given)
+        return queries[rule, given], self.op_scopes(op, op.outs)
 
     def _new_query(self, rule: OpRule, given: tuple[Names, ...]) -> OpQuery:
         """The query of ops with a rule and names of its factors. A factor that is sharded like another one has no names: its
@@ -387,22 +332,21 @@ class AxisAssignment:
         leaders = tuple(follows.get(f, f) for f in range(len(items)))
         return OpQuery(items, groups, leaders, nested_factors(rule), tuple(rule.sizes))
 
-    def _claimed(
-        self, groups: Sequence[frozenset[int]], items: tuple[tuple[Names, int], ...], scopes: tuple[str, ...]
-    ) -> list[tuple[str, ...]]:
+    def _claimed(self, query: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The axes of an op's factors.
 
         Permutation factors that never occur in the same array (tokens, experts) may share a mesh axis: the op exchanges them with
         an all-to-all. So the factors are assigned once for each group of them, without the other groups. A factor outside of all
         groups gets the axes that it has in all of these assignments, else none.
         """
+        groups, items = query.groups, query.items
         if len(groups) < 2:
-            return list(self.items(items, scopes)[0])
+            return claim(self.layout, items, self.sizes, scopes)[0]
         grouped = {f for group in groups for f in group}
         by_group = []
         for group in groups:
             own = tuple(((), size) if f in grouped - group else (n, size) for f, (n, size) in enumerate(items))
-            by_group.append(self.items(own, scopes)[0])
+            by_group.append(claim(self.layout, own, self.sizes, scopes)[0])
         axes = [first if all(other[f] == first for other in by_group) else () for f, first in enumerate(by_group[0])]
         for group, group_axes in zip(groups, by_group, strict=True):
             for f in group:
@@ -459,40 +403,61 @@ class AxisAssignment:
 
         Two layouts that name the same scopes and have equal assignments on a mesh have the same plan.
         """
-        return tuple(itertools.chain.from_iterable(group.axes for group in self.group_assignments()))
+        return tuple(self._axes)
 
     def group_assignments(self) -> tuple[GroupAssignment, ...]:
         """The assignment of each rule group, shared by all layouts with the same rules for its names."""
-        if self._all is None:
-            rules, sizes = self.layout.rules, tuple(self.sizes.items())
-            out = []
-            for group in self.queries().groups:
-                scopes = group.scopes or ()
-                own = tuple(r for r in rules if r.dim in group.names and (r.scope is None or r.scope in scopes))
-                out.append(group.cache.setdefault((own, sizes), lambda group=group: self._assign_group(group)))
-            self._all = tuple(out)
-        return self._all
+        return self._groups
+
+    @cached_property
+    def _groups(self) -> tuple[GroupAssignment, ...]:
+        rules, sizes = self.layout.rules, tuple(self.sizes.items())
+        out = []
+        for group in self.queries().groups:
+            scopes = group.scopes or ()
+            own = tuple(r for r in rules if r.dim in group.names and (r.scope is None or r.scope in scopes))
+            out.append(group.cache.setdefault((own, sizes), lambda group=group: self._assign_group(group)))
+        return tuple(out)
+
+    @cached_property
+    def _axes(self) -> list[tuple[tuple[str, ...], ...]]:
+        return [axes for group in self._groups for axes in group.axes]
+
+    @cached_property
+    def _indivisible(self) -> list[dict[int, Rule]]:
+        return [rules for group in self._groups for rules in group.indivisible]
+
+    @cached_property
+    def _of_value(self) -> dict[Value, int]:
+        return self.queries().of_value
+
+    @cached_property
+    def _of_op(self) -> dict[Op, tuple[int, ...]]:
+        return self.queries().of_op
 
     def _assign_group(self, group: RuleGroup) -> GroupAssignment:
         """The assignment of a rule group under this layout."""
         out, indivisible = [], []
-        for k, query in enumerate(group.queries):
-            if group.scopes is None:
-                out.append(query)
-            elif isinstance(query, OpQuery):
-                out.append(tuple(self._query_axes(query, group.scopes)))
-            else:
-                axes, rules = self.items(query, group.scopes)
-                out.append(axes)
-                indivisible += [k] * bool(rules)
+        for query in group.queries:
+            axes, refused = query, {}
+            if isinstance(query, OpQuery):
+                linked = query.linked(self._claimed(query, group.scopes or ()))
+                axes = contiguous_of_pairs(query.nested, query.sizes, linked, self.sizes)
+            elif group.scopes is not None:
+                axes, refused = claim(self.layout, query, self.sizes, group.scopes)
+            out.append(tuple(axes))
+            indivisible.append({i: self.layout.rules[r] for i, r in refused.items()})
         return GroupAssignment(tuple(out), tuple(indivisible))
 
-    def all_indivisible(self) -> list[tuple[Value, int, int]]:
-        """(value, dim, rule) where a size does not divide, for one value of each set of joined dims, in program order."""
-        known = self.named_scopes in self.tables.queries  # which a first plan does not need
-        if known and not any(group.indivisible for group in self.group_assignments()):
-            return []
-        return self.program.cached(_all_indivisible, self.layout, tuple(self.sizes.items()))
+    def all_indivisible(self) -> Iterator[tuple[Value, int, Rule]]:
+        """Yields (value, dim, rule) where a size does not divide, for one value of each set of joined dims, in program order."""
+        seen: set[object] = set()
+        for value in self._all_values() if any(self._indivisible) else ():
+            # annotations and scopes belong to one value; without them, values with equal dims have equal specs
+            key = (value.nodes, value.shape) if value.annotation is None and not self.scoped else value
+            if key not in seen:
+                seen.add(key)
+                yield from ((value, i, rule) for i, rule in self.indivisible(value).items())
 
     def all_indivisible_optional(self, rules: Collection[Rule]) -> Iterator[tuple[Value, int, Rule]]:
         """Yields the (value, dim) whose sizes these optional rules do not divide, in program order."""
@@ -525,12 +490,12 @@ class AxisAssignment:
             return index.setdefault((query, scopes), len(index))
 
         def add_value(value: Value) -> int:
-            explicit = value.explicit is not None
-            query = (value.explicit, None) if explicit else (self.value_items(value), self.scopes_of(value))
+            given = replicated_spec(len(value.shape)) if 0 in value.shape else value.explicit
+            query = (given, None) if given is not None else (self.value_items(value), self.scopes_of(value))
             return values.setdefault(value, add(*query))
 
         values: dict[Value, int] = {}
-        for value in self.program.inputs:
+        for value in (*self.program.inputs, *self.program.constants, *self.program.outputs):
             add_value(value)
         ops: dict[Op, tuple[int, ...]] = {}
         for op in self.program.root.walk():
@@ -543,7 +508,7 @@ class AxisAssignment:
             work: tuple[int, ...] = ()
             if op.rule is not None and op.rule.given is None:
                 work = (add(*self.op_query(op)),)
-            elif op.rule is None and len(op.outs) == 1:
+            elif op.rule is None and op.outs:
                 items = self.work_items(op, op.outs[0])
                 if items is not None or self.scoped:
                     work = (add(items or self.value_items(op.outs[0]), self.op_scopes(op, op.outs)),)
@@ -620,13 +585,3 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
         for value in flow.spread(of_scope, stored, through=opt):
             found.setdefault(value, set()).add(scope)
     return {i: tuple(sorted(s)) for i, s in found.items()}
-
-
-def _all_indivisible(
-    program: Program, layout: Layout, sizes: tuple[tuple[str, int], ...]
-) -> list[tuple[Value, int, int]]:
-    """:meth:`AxisAssignment.all_indivisible`, by an assignment that is queried in program order."""
-    in_order = AxisAssignment(program, layout, dict(sizes))
-    for value in in_order._all_values():
-        in_order.value_spec(value)
-    return [(value, i, rule) for value, refused in in_order.indivisible.items() for i, rule in refused.items()]

@@ -313,10 +313,9 @@ def _swaps(join: Join) -> list[str]:
 def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     """Raise DivisibilityError if a rule does not divide a dim of an input or output that the user named.
 
-    Optimizer state, which has the dims of its parameter, is reported last. The stored specs of the values must have been asked for
-    before.
+    Optimizer state, which has the dims of its parameter, is reported last.
     """
-    refused = [(v, i, rule) for v in values for i, rule in assignment.indivisible.get(v, {}).items()]
+    refused = [(v, i, rule) for v in values for i, rule in assignment.indivisible(v).items()]
     named = [(v, i, rule) for v, i, rule in refused if v.annotation is not None and v.annotation[i] is not None]
     if not named:
         return
@@ -324,9 +323,9 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     annotation = cast(tuple, value.annotation)
     raise divisibility_error(
         path=value.path or "an input", shape=value.shape, dims=format_dims(annotation),
-        dim=str(annotation[i]), size=value.shape[i], rule=assignment.layout.rules[rule], sizes=assignment.sizes,
+        dim=str(annotation[i]), size=value.shape[i], rule=rule, sizes=assignment.sizes,
         dtype=value.aval.dtype,
-        optional=masking_text(assignment.program, assignment.layout.rules[rule], assignment.sizes) if i == 0 else None,
+        optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
     )  # fmt: skip
 
 

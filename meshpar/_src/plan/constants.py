@@ -13,7 +13,7 @@ from ..units import format_memory
 from .body_builder import BodyBuilder
 from .decide import broadcast_spec
 from .factors import axes_of_array, spec_from_factors
-from .memo import Interned
+from .memo import PlanCache
 from .resharding import reshard
 from .spec import replicated_spec, value_bytes
 from .steps import Constant, Reshard, Shard
@@ -26,7 +26,7 @@ LARGE_CONSTANT_BYTES = 1e6
 class ConstantMaker:
     """Emits the steps that make parts of input-independent values."""
 
-    def __init__(self, sizes: Mapping[str, int], interned: Interned):
+    def __init__(self, sizes: Mapping[str, int], interned: PlanCache):
         self.sizes, self.interned = sizes, interned
 
     def part(self, value: Value, spec: Spec, body: BodyBuilder) -> Shard:

@@ -20,7 +20,7 @@ from .body_builder import BodyBuilder
 from .collectives import split_reduction
 from .constants import nameless_constant
 from .decide import Facts, add_to_carry
-from .emit import Emitter, LoopConst, Site
+from .emit import Emitter, Site
 from .partial import addends
 from .plan import Placement
 from .spec import replicated_spec, value_bytes
@@ -61,7 +61,6 @@ class ControlFlow:
       accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
       accumulations: by the op that adds to the carry.
       outer: carries of a scan to which a scan inside of it adds.
-      conversions: ops whose decisions depend on ``accumulated``.
       depth: the number of scans around the present op.
       in_each_microbatch: loops whose carries add up gradients gather weights, and reduce gradients, in each iteration.
       unsharded: bytes on a device of the gradients that loops add up without sharding them as they are stored; with
@@ -77,7 +76,6 @@ class ControlFlow:
         self.emitter, self.facts, self.accumulated, self._plan_ops = emitter, facts, accumulated, plan_ops
         self.accumulations: dict[Op, Accumulation] = {}
         self.outer: set[Value] = set()
-        self.conversions: set[Op] = set()
         self.depth = 0
         self.in_each_microbatch, self.unsharded = in_each_microbatch, 0.0
 
@@ -321,7 +319,7 @@ class ControlFlow:
         emitter.current[inner] = shard
         emitter.placements[inner] = Placement(shard, shard)
         if hoist and outer is not inner:
-            emitter.loop_consts[inner] = LoopConst(outer, Site(op, emitter.count, emitter.body))
+            emitter.loop_consts[inner] = outer, Site(op, emitter.count, emitter.body)
         return shard
 
     def _enters(self, op: Op, i: int, outer: Value | None, need: Spec) -> Shard:
@@ -395,8 +393,6 @@ class ControlFlow:
             # the addend is computed from these values by ops that partial values may pass
             for value, stacked in addends(self.facts.program, addend):
                 self.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)
-                if value.op is not None and value.op.primitive.family == "cast":
-                    self.conversions.add(value.op)
         return positions
 
 

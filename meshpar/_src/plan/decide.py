@@ -19,7 +19,7 @@ from ..rules.rule import ADDED, Kind, OpRule
 from .assignment import AxisAssignment
 from .checks import check_manual_axes
 from .factors import axes_of_array, contiguous_only, spec_from_factors
-from .partial import applicable_law, narrowed, narrows
+from .partial import applicable_law, narrowed, narrows, reduce_in_values
 from .reshape import reshape_axes
 from .spec import replicated_spec, shard_count
 from .traffic import (
@@ -99,21 +99,25 @@ class Facts:
 
     Attributes:
       assignment: the axis assignment of the layout.
-      sizes: axis → size of the mesh.
       readers: the ops that read each value; None: a result.
       accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
-      reduce_in: results of the conversions to a dtype in which the user asks a sum to be reduced.
       deferred: partial values that are not reduced, because reducing what their readers make sends less
         (:func:`is_reduced_after`).
     """
 
-    program: Program
     assignment: AxisAssignment
-    sizes: Mapping[str, int]
     readers: Mapping[Value, Sequence[Op | None]]
     accumulated: Mapping[Value, bool]
-    reduce_in: frozenset[Value]
     deferred: Set[Value] = frozenset()
+
+    @property
+    def program(self) -> Program:
+        return self.assignment.program
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """axis → size of the mesh."""
+        return self.assignment.sizes
 
 
 @record
@@ -285,7 +289,7 @@ def _elementwise(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     out = op.outs[0]
     if is_input_independent(op, site.operands):
         return _constant(site, [site.stored(v) for v in op.outs], reduce)
-    spec = site.facts.assignment.elementwise_spec(op, out)
+    spec = site.facts.assignment.elementwise_spec(op)
     if narrows(op) and any(set(a) - set(b) for a, b in zip(site.operand(0).spec, spec, strict=True)):
         spec = site.operand(0).spec  # the result has fewer bytes to send
     needs = tuple(None if v is None else broadcast_spec(spec, v.shape, out.shape) for v in op.ins)
@@ -362,13 +366,12 @@ def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
 def _factor_axes(site: _Site) -> Axes:
     """The axes that split the factors of an op with a factor rule."""
     op, rule = site.op, site.rule
-    axes = list(rule.given) if rule.given is not None else assigned_axes(site)
-    x = site.operands[0] if site.operands else None
+    if rule.given is not None:
+        return list(rule.given)
+    axes, x = assigned_axes(site), site.operands[0] if site.operands else None
     if op.primitive.family == "reshape" and x is not None and not x.is_constant and x.iterations is None:
         axes = list(reshape_axes(rule, tuple(axes), x.spec, site.stored(op.outs[0]), tuple(site.sizes.items())))
-    if rule.given is None:
-        axes = spread(site, exchanged_or_unsharded(site, indexed(site, axes)))
-    return axes
+    return spread(site, exchanged_or_unsharded(site, indexed(site, axes)))
 
 
 def assigned_axes(site: _Site) -> Axes:
@@ -509,7 +512,7 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
             return x.value in site.facts.deferred
         scattered = any(a in x.partial for entry in site.stored(out) for a in entry)
         return not (stacked and scattered)  # else it is reduced in every iteration
-    return law.when != "named" or out in site.facts.reduce_in
+    return law.when != "named" or out in site.facts.program.cached(reduce_in_values)
 
 
 def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:

@@ -21,10 +21,10 @@ from .collective_records import CollectiveRecords
 from .collectives import Collective, is_all_reducible, split_reduction
 from .constants import ConstantMaker, inputs_for
 from .decide import OpDecision, Operand
-from .memo import Interned
+from .memo import PlanCache
 from .plan import Placement
 from .spec import replicated_spec
-from .steps import Constant, Reduce, Reshard, Run, Scatter, Shard, Step, spec_after
+from .steps import Constant, Reduce, Reshard, Scatter, Shard, Step, spec_after
 from .traffic import value_reshard_bytes
 
 MAX_RECOMPUTED_DEPTH = 8
@@ -61,14 +61,6 @@ class Site:
     body: BodyBuilder
 
 
-@dataclass(frozen=True, slots=True)
-class LoopConst:
-    """A value that a scan only reads: ``outer`` outside the scan, and where copies of it are made, before the scan."""
-
-    outer: Value
-    site: Site
-
-
 class Emitter:
     """Makes the steps of a plan: it turns the decisions about ops into steps, shards and collectives, and is their only
     writer.
@@ -80,13 +72,13 @@ class Emitter:
       placements: the shard that the op of each value makes, and the one in which it is stored.
       pending: the op whose split contracted factors left a value partial.
       factor_axes: the axes that split the factors of ops with a factor rule.
-      loop_consts: values inside scans that these only read.
+      loop_consts: value inside a scan that only reads it → the value outside, and where copies of it are made, before the scan.
       hoisted: copies that are made before a loop, by loop.
       body, group: the body under construction, and the steps of the present op.
       count: how often the body runs in a step; None: unknown.
     """
 
-    def __init__(self, assignment: AxisAssignment, interned: Interned, records: CollectiveRecords):
+    def __init__(self, assignment: AxisAssignment, interned: PlanCache, records: CollectiveRecords):
         """An emitter for a plan without steps, whose body under construction is the program's."""
         self.program, self.assignment, self.sizes = assignment.program, assignment, assignment.sizes
         self.interned, self.records = interned, records
@@ -97,7 +89,7 @@ class Emitter:
         self.placements: dict[Value, Placement] = {}
         self.pending: dict[Value, Op] = {}
         self.factor_axes: dict[Op, tuple[tuple[str, ...], ...]] = {}
-        self.loop_consts: dict[Value, LoopConst] = {}
+        self.loop_consts: dict[Value, tuple[Value, Site]] = {}
         self.hoisted: dict[Op, dict[Shard, None]] = {}
         self.body = BodyBuilder(self.program.root)
         self.group: StepGroup = []
@@ -164,9 +156,8 @@ class Emitter:
         """The iterations of the scans that only read a value; None: there is no such scan."""
         iterations = None
         while value in self.loop_consts:
-            const = self.loop_consts[value]
-            iterations = (1 if iterations is None else iterations) * const.site.origin.eqn.params["length"]
-            value = const.outer
+            value, site = self.loop_consts[value]
+            iterations = (1 if iterations is None else iterations) * site.origin.eqn.params["length"]
         return iterations
 
     # -- ops
@@ -198,7 +189,9 @@ class Emitter:
             moved.sort(key=lambda need: _recomputable_depth(need[1]))
         for i, value, need in moved:
             operands[i] = self.operand(op, value, need)
-        step, placements = self._run(op, decision, tuple(operands))
+        pairs = zip(op.outs, decision.results, strict=True)
+        results = tuple([self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs])
+        step = self.interned.run(op, tuple(operands), results, decision.axes)
         if decision.sends:
             axes = decision.axes or ()
             texts = [
@@ -210,10 +203,9 @@ class Emitter:
             ]
             step = replace(step, collectives=self.records.local_form(op, decision.sends, texts, self.count))
         self.group.append(step)
-        for placement, source, stored in zip(placements, decision.inherits, decision.stored, strict=True):
-            shard = placement.made
+        for shard, source, stored in zip(results, decision.inherits, decision.stored, strict=True):
             current[shard.value] = shard
-            self.placements[shard.value] = placement
+            self.placements[shard.value] = Placement(shard, shard)
             if shard.partial:
                 self._groups[shard] = self.group
                 if source is None:
@@ -222,21 +214,6 @@ class Emitter:
                     self.inherit(shard.value, op.ins[source])
             elif stored is not None and stored != shard.spec:
                 self.store(op, shard.value)
-
-    def _run(
-        self, op: Op, decision: OpDecision, operands: tuple[Shard | None, ...]
-    ) -> tuple[Run, tuple[Placement, ...]]:
-        """(the step that runs an op as decided, the placements of its results)."""
-        runs, key = self.interned.runs, (op, decision, operands)
-        run = None if runs is None else runs.get(key)
-        if run is None:
-            pairs = zip(op.outs, decision.results, strict=True)
-            results = tuple(self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs)
-            make = Run if runs is None else self.interned.run
-            run = make(op, operands, results, decision.axes), tuple(Placement(shard, shard) for shard in results)
-            if runs is not None:
-                runs[key] = run
-        return run
 
     def inherit(self, value: Value, source: Value | None) -> None:
         """Record that a value is partial because another one is."""
@@ -296,7 +273,7 @@ class Emitter:
         if value in self.constants:
             return self.maker.part(value, need, self.body)
         source = self.current[value]
-        return source if source.spec == need else self.copy(op, value, need)
+        return source if source.spec == need else self.copy(op, value, need, Site(op, self.count, self.body))
 
     def as_it_is(self, value: Value | None) -> Shard | None:
         """A value in its current spec; None for a literal."""
@@ -305,18 +282,13 @@ class Emitter:
         shard = self.current[value]
         return self.maker.part(value, shard.spec, self.body) if value in self.constants else shard
 
-    def copy(self, op: Op, value: Value, need: Spec) -> Shard:
-        """The shard of a copy of ``value`` in the spec ``need``, made once for each body, or before the loops that only
-        read the value."""
-        return self._copy(op, value, need, Site(op, self.count, self.body))
-
-    def _copy(self, op: Op, value: Value, need: Spec, site: Site) -> Shard:
-        """A copy that is made at a site, or before the loops around it."""
+    def copy(self, op: Op, value: Value, need: Spec, site: Site) -> Shard:
+        """The shard of a copy of ``value`` in the spec ``need``, made once for each body, at a site or before the loops around it
+        that only read the value."""
         loops = []
         while value in self.loop_consts:
-            const = self.loop_consts[value]
-            loops.append(const.site.origin)
-            value, site = const.outer, const.site
+            value, site = self.loop_consts[value]
+            loops.append(site.origin)
         shard = self._made(op, value, need, site, self._resharded_for(value, need, site.body, {}))
         for loop in loops:
             self.hoisted.setdefault(loop, {})[shard] = None
@@ -370,7 +342,7 @@ class Emitter:
             result = self.shard(value, need, copy=(body.frame, value))
             step: Step = self.interned.run(maker, operands, (result,), None if axes is None else tuple(axes))
         elif value in self.loop_consts:
-            return self._copy(op, value, need, site)
+            return self.copy(op, value, need, site)
         else:
             cause = functools.partial(self.causes.resharded, op, self.factor_axes.get(op, ()), value, source.spec, need)
             path, collectives = self.records.resharding(value, source.spec, need, site.origin, site.count, cause)

@@ -14,7 +14,7 @@ from ..dims import format_dims
 from ..hardware.calibration import calibrated
 from ..hardware.chips import Chip
 from ..hardware.topology import chip_of, torus_of, torus_of_slices
-from ..layout import Spec
+from ..layout import Rule, Spec
 from ..program.ir import Frame, Op, Program, Value
 from ..units import format_memory
 from .assignment import AxisAssignment
@@ -24,8 +24,8 @@ from .constants import large_constant_note
 from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, decide, is_reduced_after
 from .emit import Emitter
-from .memo import Interned, KeyMaker, MeshCache, PlanCache
-from .partial import deferrable, narrowed, narrows, readers_of, reduce_in_values
+from .memo import PlanCache
+from .partial import deferrable, narrowed, narrows, readers_of
 from .plan import Plan, ShardedArray
 from .request import PlanRequest
 from .spec import replicated_spec, shard_count
@@ -107,8 +107,11 @@ def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds
     if not once.unsharded or variant.gather == "step":
         return once
     if not rank.exceeds(once):
-        note = (_once_text(once.unsharded),) if once.unsharded >= MIN_NOTED_BYTES else ()
-        return replace(once, notes=(*once.notes, *note))
+        note = (
+            "weights are gathered, and gradients reduced, once for all microbatches of a step: a device has "
+            f'{format_memory(once.unsharded)} of unsharded gradients. gather="microbatch" needs less memory, and sends more'
+        )
+        return replace(once, notes=(*once.notes, note)) if once.unsharded >= MIN_NOTED_BYTES else once
     try:
         each = _Planner(variant, request, max_seconds, True).plan()
     except TooLong:
@@ -116,16 +119,9 @@ def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds
     return rank.first((once, replace(each, notes=(*each.notes, IN_EACH_MICROBATCH))))
 
 
-def _once_text(unsharded: float) -> str:
-    """The note of a plan whose loops over microbatches reduce gradients once a step.
-
-    Args:
-      unsharded: bytes of the gradients on a device.
-    """
-    return (
-        "weights are gathered, and gradients reduced, once for all microbatches of a step: a device has "
-        f'{format_memory(unsharded)} of unsharded gradients. gather="microbatch" needs less memory, and sends more'
-    )
+def planned_as_traced(plan: Plan) -> Plan:
+    """The plan of the program of another plan as traced, without its rewrites, before any pass."""
+    return _Planner(Variant(plan.program.traced, plan.layout, (), None), plan.request, math.inf, False).plan()
 
 
 MIN_NOTED_BYTES = 2**26
@@ -142,8 +138,8 @@ class _Planner:
 
     Attributes:
       deferrable: values that may be in ``deferred`` of the facts.
-      cache: of the mesh; empty if the program is planned for the first time, or if its layout is resolved by cost,
-          which decides about ops by more than the keys of cached decisions contain.
+      cache: shared by the plans of the program on the mesh; of this plan alone unless ``by_key``.
+      by_key: decisions are cached by :meth:`key`.
     """
 
     def __init__(self, variant: Variant, request: PlanRequest, max_seconds: float, in_each_microbatch: bool):
@@ -155,28 +151,22 @@ class _Planner:
         self.sizes = sizes = dict(mesh.shape)
         self.assignment = assignment = AxisAssignment(program, layout, sizes)
         self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, request.calibrations)
-        shared = program.cached(PlanCache)
-        shared.plans += 1
-        # most programs are planned once, and would not read the caches
-        cached = shared.plans > 1 and layout.resolve == "order" and not assignment.shard_map_axes
-        self.cache = of_mesh = shared.on(sizes) if cached else MeshCache()
-        self.keys = KeyMaker(shared, assignment) if cached else None
-        self.decisions = shared.decisions
+        # a layout that is resolved by cost, and a user's shard_map, decide by more than the keys of decisions contain
+        self.by_key = layout.resolve == "order" and not assignment.shard_map_axes
+        self.cache = cache = program.cached(PlanCache, tuple(sizes.items())).trim() if self.by_key else PlanCache()
         if topology is None:
-            self.torus, algorithms = torus_of(mesh), {}
+            self.torus = torus_of(mesh)
         else:
-            if topology not in of_mesh.tori:
-                of_mesh.tori[topology] = torus_of_slices(sizes, topology)
-            self.torus = of_mesh.tori[topology]
-            algorithms = of_mesh.algorithms.setdefault((topology, self.chip), {})
+            if topology not in cache.tori:
+                cache.tori[topology] = torus_of_slices(sizes, topology)
+            self.torus = cache.tori[topology]
+        algorithms = cache.algorithms.setdefault((topology, self.chip), {})
         records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, max_seconds)
-        interned = shared.interned if cached else Interned(planned_once=True)
-        self.emitter = Emitter(assignment, interned, records)
+        self.emitter = Emitter(assignment, cache, records)
         accumulated: dict[Value, bool] = {}
         self.deferred: set[Value] = set()
         self.deferrable = program.cached(deferrable)
-        readers, reduce_in = program.cached(readers_of), program.cached(reduce_in_values)
-        self.facts = Facts(program, assignment, sizes, readers, accumulated, reduce_in, self.deferred)
+        self.facts = Facts(assignment, program.cached(readers_of), accumulated, self.deferred)
         self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops, in_each_microbatch)
 
     def plan(self) -> Plan:
@@ -238,23 +228,8 @@ class _Planner:
                     self.deferred.add(value)
 
     def decision(self, op: Op) -> OpDecision:
-        """The decision about an op without bodies."""
-        if self.keys is None:
-            return self.new_decision(op)
-        decisions = self.decisions if op.rule is None else self.cache.decisions
-        key = self.keys.key(op, self.emitter.current)
-        if op in self.control.conversions:
-            key = (*key, self.facts.accumulated[op.outs[0]])
-        if self.deferred:
-            key = (*key, frozenset(self.deferred.intersection(op.ins)))
-        known = decisions.get(key)
-        if known is None:
-            known = decisions[key] = self.new_decision(op)
-        return known
-
-    def new_decision(self, op: Op) -> OpDecision:
-        """The decision about an op that is planned like this for the first time; ops of equal layers share it."""
-        key, operand_of = self.shared_key(op), self.emitter.operand_of
+        """The decision about an op without bodies; ops that are planned alike, such as in equal layers, share it."""
+        key, operand_of = self.key(op) if self.by_key else None, self.emitter.operand_of
         known = None if key is None else self.cache.decisions.get(key)
         if known is None:
             known = decide(op, [operand_of(v) for v in op.ins], self.facts)
@@ -262,30 +237,42 @@ class _Planner:
                 self.cache.decisions[key] = known
         return known
 
-    def shared_key(self, op: Op) -> tuple[Any, ...] | None:
-        """A key of the decision about an op: ops with equal keys on one mesh, such as in equal layers, have equal decisions.
+    def key(self, op: Op) -> tuple[Any, ...] | None:
+        """All that the decision about an op depends on besides the mesh; None: it is not cached.
 
-        They have results with the same stored specs. Elementwise ops have operands of the same shapes, and compute in the same
-        spec; others have equal equations (one rule), the same axes for the factors, and operands that are sharded alike. None: the
-        decision depends on the op itself.
+        Elementwise ops with equal keys have operands of the same shapes, and compute in the same spec; others have equal equations
+        (one rule), the same axes for the factors, and operands that are sharded alike. All have results with the same stored
+        specs. A decision about a partial operand also depends on the op itself.
         """
         emitter, assignment, rule = self.emitter, self.assignment, op.rule
         current, constants, loops = emitter.current, emitter.constants, emitter.loop_consts
-        operands: list[Any] = []
-        for v in op.ins:
-            if v is not None and current[v].partial:
-                return None
-            operands.append(v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)))
+        shards = [None if v is None else current[v] for v in op.ins]
         among = self.program.cached(narrowed)
-        stored = tuple((assignment.value_spec(v), v in among) for v in op.outs)
+        stored = tuple([(assignment.value_spec(v), v in among) for v in op.outs])
+        if any(s is not None and s.partial for s in shards):
+            axes = None if rule is None else tuple(assignment.factor_axes(op))
+            iterations = tuple([v and emitter.iterations(v) for v in op.ins])
+            accumulated = self.facts.accumulated.get(op.outs[0]) if op.outs else None
+            return (
+                op,
+                axes,
+                stored,
+                tuple(shards),
+                iterations,
+                frozenset(self.deferred.intersection(op.ins)),
+                accumulated,
+            )
+        operands = tuple(
+            [v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)) for v in op.ins]
+        )
         if rule is None:
             if op.primitive.family in ("identity", "barrier") or all(x is None or x[1] for x in operands):
                 return None
-            shapes = tuple(operands) if narrows(op) else tuple(None if v is None else v.shape for v in op.ins)
-            return assignment.elementwise_spec(op, op.outs[0]), op.outs[0].shape, shapes, stored
-        if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects or self.layout.resolve == "cost":
+            shapes = operands if narrows(op) else tuple([None if v is None else v.shape for v in op.ins])
+            return assignment.elementwise_spec(op), op.outs[0].shape, shapes, stored
+        if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects:
             return None
-        return rule, tuple(assignment.factor_axes(op)), tuple(operands), stored
+        return rule, tuple(assignment.factor_axes(op)), operands, stored
 
     def output(self, var: Var | Literal, value: Value) -> Shard:
         """A result of the program in its stored spec."""
@@ -316,12 +303,12 @@ class _Planner:
                 note = f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, which is left unsharded in "
                 notes.setdefault(note, []).append(str(value.path))
         out = [f"{n}{paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for n, paths in notes.items()]
-        values: dict[tuple[int, str, int], list[Value]] = {}
+        values: dict[tuple[Rule, str, int], list[Value]] = {}
         for value, i, rule in assignment.all_indivisible():
             dim = program.dim_name(value, i)
             values.setdefault((rule, f"`{dim}`" if dim else f"dim {i}", value.shape[i]), []).append(value)
-        for (k, dim, size), same in values.items():
-            rule, first = self.layout.rules[k], same[0]
+        for (rule, dim, size), same in values.items():
+            first = same[0]
             more = f" and {len(same) - 1} more" if same[1:] else ""
             parts = [n for n in range(1, shard_count(rule.axes, self.sizes)) if size % n == 0]
             sizes = " or ".join(filter(None, [", ".join(map(str, parts[-4:-1])), str(parts[-1])]))

@@ -200,23 +200,6 @@ class Constant(Step):
         return (self.result,)
 
 
-@record
-class RingDot:
-    """A matmul that a ring all-gather is overlapped with.
-
-    Attributes:
-      op: the matmul.
-      side: the index of the operand that is gathered.
-      other: the other operand; None: a literal.
-      result: of the matmul.
-    """
-
-    op: Op
-    side: int
-    other: Shard | None
-    result: Shard
-
-
 def dot_of(eqn: JaxprEqn, side: int) -> Dot:
     """A ``dot_general`` whose operand ``side`` is gathered, as :mod:`meshpar_kernels` describes it."""
     p = eqn.params
@@ -231,14 +214,14 @@ class GatherRing:
 
     Attributes:
       dim, axes: the dim that is gathered, and over which axes.
-      dots: the matmuls that read the gathered array.
+      dots: (the step of a matmul that reads the gathered array, the index of this operand).
       keep_gathered: other steps read the gathered array too, so the blocks are also concatenated.
       fused: the Pallas kernel that runs it; None: it is a loop of collective-permutes.
     """
 
     dim: int
     axes: tuple[str, ...]
-    dots: tuple[RingDot, ...]
+    dots: tuple[tuple[Run, int], ...]
     keep_gathered: bool
     fused: FusedGather | None = None
 
@@ -310,8 +293,8 @@ class Reshard(ShardingChange):
 
     @property
     def reads(self) -> tuple[Shard, ...]:
-        others = () if self.ring is None else self.ring.dots
-        return (self.source, *(dot.other for dot in others if dot.other is not None))
+        dots = () if self.ring is None else self.ring.dots
+        return (self.source, *(s for run, side in dots if (s := run.operands[1 - side]) is not None))
 
 
 @record

@@ -79,19 +79,15 @@ def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Ma
     factor of its rule."""
     rule = op.factor_rule
     exchanges = any(got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True))
-    if rule.given is None and not exchanges:
+    if rule.sends is None or (rule.given is None and not exchanges):
         return []
     avals = [v.aval for v in op.eqn.invars]
     shapes = [local_shape(a.shape, need, sizes) for a, need in zip(avals, needs, strict=True)]
-    if rule.sends_over is not None:
-        sends = rule.sends_over(shapes, axes, sizes)
-    elif rule.sends is not None:
-        parts = [shard_count(got, sizes) for got in axes]
-        sends = [(send, tuple(a for f in send.factors for a in axes[f])) for send in rule.sends(shapes, parts)]
-    else:
-        return []
-    over_devices = [(send, tuple(a for a in over if sizes[a] > 1)) for send, over in sends]
-    return [(send, over) for send, over in over_devices if over]
+    out = []
+    for send in rule.sends(shapes, axes, sizes):
+        over = [a for f in send.factors for a in axes[f]] if send.axes is None else send.axes
+        out.append((send, tuple(a for a in over if sizes[a] > 1)))
+    return [(send, over) for send, over in out if over]
 
 
 def send_bytes(send: Send, axes: Sequence[str], sizes: Mapping[str, int]) -> float:

@@ -29,7 +29,7 @@ from ...errors import AgreementError
 from ..compat.processes import BEFORE_CALL, LOSE, Store, connected, process_count, process_index, variable_number
 from ..compat.versions import installed_version
 from ..dims import PathDims
-from ..global_arrays import is_global, is_key
+from ..global_arrays import data_of, is_global
 from ..plan.plan import Plan
 from ..units import mesh_text
 from .data import SAMPLES
@@ -91,8 +91,7 @@ def before_call(sheet: Sheet, leaves: Sequence[Any]) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if sheet.agreed or not connected():
         return
-    facts, shared = facts_of(sheet, leaves)
-    agree(name, facts, shared)
+    agree(name, facts_of(sheet, leaves))
     sheet.agreed = True
 
 
@@ -122,15 +121,15 @@ def _bytes(x: np.ndarray, most: int = 1 << 22) -> bytes:
 # -- the facts
 
 
-def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, Sequence[str]], dict[str, Sequence[str]]]:
-    """(facts that must be equal everywhere, facts of arrays that some processes share, by ``"0,1,3"``); each as lines."""
+def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> dict[str, Sequence[str]]:
+    """Field → its lines, which must be equal in all processes; of ``replicas of 0,1,3`` in these processes, which alone have it."""
     plan, code = sheet.plan, sheet.fn
     assert isinstance(plan.mesh, Mesh)
     inputs = [h.path or str(k) for k, h in enumerate(plan.inputs)]
     closed = plan.program.closed
     devices = list(plan.mesh.devices.flat)
     host, shared = _values(inputs, leaves)
-    facts: dict[str, Sequence[str]] = {
+    return {
         "versions": [versions()],
         "settings": settings(),
         "function": [f"{getattr(code, '__module__', '?')}.{getattr(code, '__qualname__', code)}"],
@@ -147,8 +146,8 @@ def facts_of(sheet: Sheet, leaves: Sequence[Any]) -> tuple[dict[str, Sequence[st
         "constants": [f"constant {k}: {_value_text(c)}" for k, c in enumerate(closed.consts) if not is_global(c)],
         "data": list(SAMPLES),
         "values": host,
+        **{f"replicas of {','.join(map(str, group))}": lines for group, lines in shared.items()},
     }
-    return facts, shared
 
 
 def versions() -> str:
@@ -175,20 +174,20 @@ def _shape_text(aval: Any) -> str:
 
 def _value_text(x: Any) -> str:
     """A value on this host: its numbers where they are few, else a hash and the first ones."""
-    if is_key(x):
-        x = jax.random.key_data(x)
-    x = np.asarray(x)
+    x = np.asarray(data_of(x))
     some = _numbers(x.reshape(-1)[:4])
     if x.size <= 4:
         return f"{x.dtype}[{some}]"
     return f"{x.dtype}{list(x.shape)} {hashlib.sha256(_bytes(x, 1 << 26)).hexdigest()[:16]} [{some}, …]"
 
 
-def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[str, Sequence[str]]]:
-    """(lines of the values of host arguments; process group → lines with digests of the shards that all processes of the group
-    have)."""
+def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dict[tuple[int, ...], list[str]]]:
+    """(lines of the values of host arguments; group of processes → lines with digests of the shards that all of them have).
+
+    A line of a shard is ``path[starts]: digest``, without starts that are all 0.
+    """
     host: list[str] = []
-    shared: dict[tuple[int, ...], list[tuple[str, Any, tuple[int, ...]]]] = {}
+    shared: dict[tuple[int, ...], list[tuple[str, tuple[int, ...], Any]]] = {}
     for path, x in zip(paths, leaves, strict=True):
         if not is_global(x):
             host.append(f"{path}: {_value_text(x)}")
@@ -196,26 +195,18 @@ def _values(paths: Sequence[str], leaves: Sequence[Any]) -> tuple[list[str], dic
         owners: dict[Any, set[int]] = {}
         for device, index in x.sharding.devices_indices_map(x.shape).items():
             owners.setdefault(starts_of(index), set()).add(device.process_index)
-        seen = set()
-        for shard in x.addressable_shards:
-            starts = starts_of(shard.index)
-            if starts in seen or len(owners[starts]) < 2:
-                continue
-            seen.add(starts)
-            shared.setdefault(tuple(sorted(owners[starts])), []).append((path, shard.data, starts))
-
-    def lines(shards: list[tuple[str, Any, tuple[int, ...]]]) -> list[str]:
-        """One line of text, ``path[starts]: digest``, for each ``(path, array, start indices)``; the starts are left
-        out if all are 0."""
-        digests = digests_of_parts([x for _, x, _ in shards])
-        return [
+        for starts, data in {starts_of(shard.index): shard.data for shard in x.addressable_shards}.items():
+            if len(owners[starts]) > 1:
+                shared.setdefault(tuple(sorted(owners[starts])), []).append((path, starts, data))
+    lines = {}
+    for group, shards in shared.items():
+        shards.sort(key=lambda shard: shard[:2])
+        digests = digests_of_parts([data for *_, data in shards])
+        lines[group] = [
             f"{path}{list(starts) if any(starts) else ''}: {digest}"
-            for (path, _, starts), digest in zip(shards, digests, strict=True)
+            for (path, starts, _), digest in zip(shards, digests, strict=True)
         ]
-
-    return host, {
-        ",".join(map(str, group)): lines(sorted(shards, key=lambda p: (p[0], p[2]))) for group, shards in shared.items()
-    }
+    return host, lines
 
 
 def _numbers(x: np.ndarray) -> str:
@@ -251,33 +242,28 @@ def exchange(name: str, value: Any, combine: Callable[[list[Any]], Any] = list, 
     return json.loads(_wait(store, f"{now}/result", name, 0))
 
 
-def agree(name: str, facts: Mapping[str, Sequence[str]], shared: Mapping[str, Sequence[str]]) -> None:
+def agree(name: str, facts: Mapping[str, Sequence[str]]) -> None:
     """Compare facts with all other processes; all must call it.
 
     Args:
       name: of the function, for the error.
-      facts: field → its lines, in the order in which a difference is looked for.
-      shared: ``"0,1"`` → lines that only these processes have in common.
+      facts: field → its lines, in the order in which a difference is looked for. Processes that lack a field are not compared.
 
     Raises:
       AgreementError: with the process, the field, and both values. Every process raises it.
     """
     made = {f: "\n".join(lines) for f, lines in facts.items()}
-    groups = {g: "\n".join(lines) for g, lines in shared.items()}
-    said = {
-        "facts": {f: x if len(x) <= SHORT else f"#{_hash(x)}" for f, x in made.items()},
-        "shared": {g: _hash(x) for g, x in groups.items()},
-    }
+    said = {f: x if len(x) <= SHORT else f"#{_hash(x)}" for f, x in made.items()}
     verdict = exchange(f"agree on `{name}`", said, _difference)
     if not verdict:
         return
-    field, group, asked = verdict
-    mine = made.get(field, "") if group is None else groups.get(group, "")
-    texts = exchange(f"say its {field}", mine if process_index() in asked else "")
+    field, asked = verdict
+    texts = exchange(f"say its {field}", made.get(field, "") if process_index() in asked else "")
     values = dict(zip(asked, _first_difference(*(texts[p].split("\n") for p in asked)), strict=True))
     Store().barrier(f"meshpar/read/{_rounds['main']}", 5.0)  # the texts go with process 0, which must not leave first
     head = f"the processes disagree about the {field} of `{name}`"
-    if group is not None:
+    field, _, group = field.partition(" of ")
+    if group:
         head = f"arguments of `{name}` that processes {group} hold copies of are not the same in them"
     rows = [f"  process {p}  {text}" for p, text in values.items()]
     error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
@@ -289,17 +275,13 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _difference(sheets: list[dict[str, Any]]) -> tuple[str, str | None, list[int]] | None:
-    """(field, processes that share arrays or None, two processes that differ in it) of the first difference, or None."""
-    for field in dict.fromkeys(f for s in sheets for f in s["facts"]):
-        for p, s in enumerate(sheets):
-            if s["facts"].get(field) != sheets[0]["facts"].get(field):
-                return field, None, [0, p]
-    for group in dict.fromkeys(g for s in sheets for g in s["shared"]):
-        first, *others = map(int, group.split(","))
+def _difference(sheets: list[dict[str, str]]) -> tuple[str, list[int]] | None:
+    """(field, two processes that differ in it) of the first difference between processes that have the field; None: none."""
+    for field in dict.fromkeys(f for s in sheets for f in s):
+        first, *others = (p for p, s in enumerate(sheets) if field in s)
         for p in others:
-            if sheets[p]["shared"].get(group) != sheets[first]["shared"].get(group):
-                return "replicas", group, [first, p]
+            if sheets[p][field] != sheets[first][field]:
+                return field, [first, p]
     return None
 
 

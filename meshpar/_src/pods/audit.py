@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ...errors import DigestError, UnsupportedError
 from ..compat.jax import axes_of_spec
 from ..dims import did_you_mean, format_dims
-from ..global_arrays import of_parts
+from ..global_arrays import fetch, of_parts, on_mesh
 from ..plan.plan import Plan
 from .digest import _device_memory, digest_of
 from .names import by_name
@@ -64,13 +64,10 @@ class Fault:
 
 def replicated_axes(x: Any) -> Axes:
     """The mesh axes over which an array in device memory has copies; empty for other values."""
-    sharding = getattr(x, "sharding", None)
-    if not (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)):
+    if not on_mesh(x) or x.sharding.memory_kind not in (None, _device_memory()):
         return ()
-    if sharding.memory_kind not in (None, _device_memory()):
-        return ()
-    split = {axis for axes in axes_of_spec(sharding.spec, x.ndim) for axis in axes}
-    return tuple(axis for axis, n in sharding.mesh.shape.items() if n > 1 and axis not in split)
+    split = {axis for axes in axes_of_spec(x.sharding.spec, x.ndim) for axis in axes}
+    return tuple(axis for axis, n in x.sharding.mesh.shape.items() if n > 1 and axis not in split)
 
 
 def audit_function(mesh: Any, specs: Sequence[PartitionSpec], axes: Sequence[Axes]) -> Callable[..., Any]:
@@ -106,14 +103,8 @@ def _compiled(mesh: Mesh, specs: tuple[PartitionSpec, ...], axes: tuple[Axes, ..
     return jax.jit(audit_function(mesh, specs, axes))
 
 
-@functools.lru_cache(maxsize=16)
-def _gather(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """A function that replicates an array."""
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
-
-
 class Audit:
-    """The audits of a run: :meth:`start` computes digests asynchronously, :meth:`finish` returns what they show."""
+    """The audits of a run: :meth:`start` computes digests asynchronously, :meth:`finish` returns the faults."""
 
     def __init__(self, plan: Plan):
         """Audit the arguments of the step of a plan."""
@@ -165,13 +156,13 @@ class Audit:
         """Wait for the audit that was started; returns the arrays whose copies differ, and an empty list without an audit."""
         if self._pending is None:
             return []
-        (step, mesh, parts), self._pending, faults = self._pending, None, []
-        rows = zip(mesh.devices.flat, np.asarray(parts[0][2][2]).tolist(), strict=True)
-        self.seconds = {device.process_index: (whole, own) for device, (whole, own) in rows}
-        for paths, axes, (digests, differ, _) in parts:
+        (step, mesh, results), self._pending, faults = self._pending, None, []
+        rows = zip(mesh.devices.flat, np.asarray(results[0][2][2]).tolist(), strict=True)
+        self.seconds = {device.process_index: (step_seconds, busy) for device, (step_seconds, busy) in rows}
+        for paths, axes, (digests, differ, _) in results:
             bad = np.flatnonzero(np.asarray(differ))
             if bad.size:
-                every = np.asarray(_gather(mesh)(digests)).reshape(*mesh.devices.shape, len(paths), 2)
+                every = fetch(digests).reshape(*mesh.devices.shape, len(paths), 2)
                 faults += [self._fault(paths[k], mesh, axes[k], every[..., k, :], step) for k in bad]
         self._clean = self._clean if faults else step
         return faults
@@ -182,7 +173,7 @@ class Audit:
         copies = math.prod(mesh.devices.shape[k] for k in last)
 
         def rows(of: np.ndarray) -> np.ndarray:
-            """The entries of a row are those of the devices with the same shard."""
+            """Each row has the entries of the devices with the same shard."""
             return np.moveaxis(of, last, range(-len(last), 0)).reshape(-1, copies)
 
         found, certain = [], True

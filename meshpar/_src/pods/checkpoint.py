@@ -35,7 +35,7 @@ from ..compat.jax import is_tracer
 from ..compat.orbax import at_end_of_script, can_store, late_json_handler, literal_folders
 from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
-from ..global_arrays import is_global, is_key, of_parts
+from ..global_arrays import data_of, is_global, is_key, of_parts
 from .agree import exchange, versions
 from .digest import Digests, on_device
 from .lock import Lock
@@ -84,7 +84,7 @@ class Checkpoints:
       data: the data (:func:`meshpar.data.batches`) whose position is saved, unless it is given with each call.
       memory: a mesh axis, such as ``"slice"``, over whose indices hosts are lost together: after every ``memory_every``-th batch
         the state is also copied to the memory of the hosts, so that each index of the axis has all of it, or its neighbour a
-        copy of its part. :meth:`restore` takes the newest state, in memory or on disk. :meth:`memory_plan` says what it takes.
+        copy of its part. :meth:`restore` takes the newest state, in memory or on disk. :meth:`memory_plan` returns the cost.
       memory_every: see ``memory``.
 
     Saving copies the arrays to the host and returns. Digests are computed and files are written in the background, and one
@@ -171,7 +171,7 @@ class Checkpoints:
         return stop
 
     def memory_plan(self, like: Any) -> MemoryPlan:
-        """What a copy in memory takes: bytes that a device sends and a process stores. Nothing is copied.
+        """The cost of a copy in memory: bytes that a device sends and a process stores. Nothing is copied.
 
         Args:
           like: the result of ``mp.init(…).abstract(key)``, or the state.
@@ -189,7 +189,7 @@ class Checkpoints:
         return memory_plan(by_name(like)[0], self._memory.axis)
 
     def _facts_of(self, n: int, data: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The metadata of step ``n`` without that of its leaves: JSON values with the position of ``data``, and ``extra``."""
+        """The metadata of step ``n`` without its leaves: JSON values with the position of ``data``, and ``extra``."""
         return {
             **self._facts,
             "format": FORMAT,
@@ -379,7 +379,7 @@ class Checkpoints:
         state = init(*args)
         self._open()
         for x in by_name(state)[0].values():  # compiled now, and not while the first save holds up a step
-            on_device(jax.random.key_data(x) if is_key(x) else x, copied=True)
+            on_device(data_of(x), copied=True)
         return state, 0
 
     def _rename_damaged(self, number: int, reason: str) -> str:
@@ -523,8 +523,8 @@ def _exit_with_error() -> None:
 
 
 def _run_of(path: str) -> str | None:
-    """The name of the run that writes to a folder, which copies in memory have as well: those of another run, whose folder was
-    deleted or moved, are not taken."""
+    """The name of the run that writes to a folder, which copies in memory have as well: copies of another run, whose folder
+    was deleted or moved, are not restored."""
     file = _folder(path) / RUN
     return file.read_text() if file.exists() else None
 
@@ -843,7 +843,7 @@ def _restored(path: str, x: Any, wanted: Any, facts: Mapping[str, Any]) -> Any:
     """A restored leaf as the type of the requested one: a random key, an array of JAX or NumPy, a Python number.
 
     Args:
-      x: the array that was read; None: the value is in the metadata, or there is none since the array is empty.
+      x: the array that was read; None: the value is in the metadata, or the array is empty.
     """
     target = _target(wanted, path)
     if x is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, TargetError
+from ..options import add_flags
 from ..units import format_bytes, mesh_text
 from .checkpoint import bytes_of, facts_of, steps_of, verify
 from .foreign import to_safetensors
@@ -57,17 +58,6 @@ def add_commands(commands: Any) -> None:
                               epilog=LAUNCH_EXIT, formatter_class=raw)  # fmt: skip
     add = sub.add_argument
     add("-n", "--processes", type=int, required=True, help="how many processes")
-    add("--devices", type=int, help="devices of all processes together: CPU stand-ins, or GPUs of this machine")
-    add("--restarts", type=int, help="start again so often after a loss (%(default)s)")
-    remaining = "continue with those that remain, at least so many (default: restart all)"
-    add("--min", type=int, dest="least", help=remaining)
-    add("--timeout", type=float, help="seconds without a sign of life until a process is lost (%(default)s)")
-    add("--stuck", type=float, help="seconds that a process may stay behind the others (%(default)s)")
-    add("--grace", type=float, help="seconds to save after SIGTERM (%(default)s)")
-    add("--logs", type=Path, metavar="DIR", help="where logs go (default: a temporary folder, kept after a failure)")
-    add("--slices", type=int, help="groups of processes that are lost together (%(default)s)")
-    rehearsal = "kill a slice at the n-th call of a function, as a rehearsal"
-    add("--lose", type=_lost_slice, metavar="SLICE@CALL", help=rehearsal)
     _add_script(sub, _launch, Job)
 
     sub = commands.add_parser(
@@ -77,23 +67,20 @@ def add_commands(commands: Any) -> None:
     add("--topology", required=True, help='the devices: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"')
     add("--to", choices=("jobset", "slurm"), help="the scheduler (default: jobset for TPUs, slurm for GPUs)")
     add("--name", help="of the job (default: the name of the script)")
-    add("--image", help="container image of a JobSet, with Python, jax, meshpar and the script (%(default)s)")
-    add("--restarts", type=int, help="of a JobSet after a loss (%(default)s)")
-    add("--time", help="limit of a Slurm job (%(default)s)")
     _add_script(sub, _manifest, Manifest)
 
 
 def _add_script(parser: argparse.ArgumentParser, run: Any, kind: type[Job | Manifest]) -> None:
     """Add the arguments that name a script, and the arguments of the script, which are all that follow.
 
-    ``run`` is the command; options without a value have the defaults of the fields of ``kind``.
+    ``run`` is the command, and ``kind`` has its other options.
     """
     add = parser.add_argument
+    add_flags(add, kind)
     add("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     add("script", metavar="SCRIPT")
     add("arguments", nargs=argparse.REMAINDER, metavar="…", help="of the script")
-    defaults = {f.name: f.default for f in fields(kind) if f.default is not MISSING}
-    parser.set_defaults(run=run, debug=False, **defaults)
+    parser.set_defaults(run=run, debug=False)
 
 
 def _job(kind: type[_Kind], args: argparse.Namespace, *interpreter: str) -> _Kind:
@@ -219,13 +206,6 @@ def _convert(args: argparse.Namespace) -> int:
     count = to_safetensors(args.path, step, args.target, args.only, rules)
     print(f"{count} arrays of checkpoint {step} in {args.target}")
     return 0
-
-
-def _lost_slice(text: str) -> tuple[int, int]:
-    which, at, call = text.partition("@")
-    if not at or not which.isdecimal() or not call.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not SLICE@CALL, as 1@100")
-    return int(which), int(call)
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -1,9 +1,9 @@
 """Digests of arrays that do not depend on how they are sharded.
 
-The digest of an array is a pair of sums modulo 2^32 over its elements, ``mix(bits ^ mix(index + seed))``, for two
-seeds. ``bits`` is the element as unsigned 32-bit words, ``index`` a 32-bit hash of its index in the global array, and ``mix``
-the finaliser of MurmurHash3 (Appleby 2011), a bijection: one changed bit always changes both sums, and swapped elements almost
-always do. The sum of an array is the sum over its shards, so a device needs memory for two numbers only.
+The digest of an array is a pair of checksums, each the sum modulo 2^32 over its elements of ``mix(bits ^ mix(index + seed))``, for
+two seeds. ``bits`` is the element as unsigned 32-bit words, ``index`` a 32-bit hash of its index in the global array, and ``mix``
+the finaliser of MurmurHash3 (Appleby 2011), a bijection: one changed bit always changes both, and swapped elements almost
+always do. The checksum of an array is the sum over its shards, so a device needs memory for two numbers only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..compat.jax import axes_of_spec
 from ..compat.processes import process_count, process_index
-from ..global_arrays import is_global, is_key
+from ..global_arrays import data_of, is_global, on_mesh
 
 SEEDS = (0x9E3779B9, 0x7F4A7C15)
 _STEP = 0x61C88647
@@ -60,9 +60,7 @@ def starts_of(index: tuple[slice, ...]) -> tuple[int, ...]:
 
 def digest_of(x: jax.Array, offsets: Sequence[Any] = ()) -> jax.Array:
     """The digest, uint32 [2], of a shard that begins at these offsets in the global array."""
-    if is_key(x):
-        x = jax.random.key_data(x)
-    words = _words(x)
+    words = _words(data_of(x))
     index = jnp.zeros(words.shape, jnp.uint32)
     for d in range(words.ndim):
         start = jnp.uint32(offsets[d]) if d < len(offsets) else jnp.uint32(0)
@@ -115,7 +113,8 @@ def _blocks(x: np.ndarray, first: int, base: int) -> tuple[int, int]:
             parts = [_blocks(row, first + 1, base + k * odd) for k, row in enumerate(x)]
         else:
             parts = [_blocks(x[k : k + rows], first, base + k * odd) for k in range(0, len(x), rows)]
-        return sum(p[0] for p in parts), sum(p[1] for p in parts)
+        high, low = zip(*parts, strict=True)
+        return sum(high), sum(low)
     words = _words(x)
     index = _indices(words.shape, first).reshape(-1)  # NumPy warns of overflows in arrays without dims
     words = words.reshape(-1)
@@ -154,7 +153,7 @@ def on_device(x: Any, copied: bool) -> dict[Any, jax.Array] | None:
     """
     if not isinstance(x, jax.Array):
         return None
-    s = x.sharding
+    s: Any = x.sharding
     if math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize <= SMALL or s.memory_kind not in (None, _device_memory()):
         return None
     shards = x.addressable_shards
@@ -162,7 +161,7 @@ def on_device(x: Any, copied: bool) -> dict[Any, jax.Array] | None:
         return None
     if s.num_devices == 1:
         return {shards[0].device: _digest_of_one(x)}
-    if not (isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)):
+    if not on_mesh(x):
         return None
     entries = list(s.spec)
     while entries and entries[-1] is None:  # an equal spec with another key of the compilation cache
@@ -245,7 +244,7 @@ def digests_of_parts(arrays: Sequence[jax.Array]) -> list[str]:
 
     Small ones are hashed on the host, which has nothing to compile for them.
     """
-    made = [_digest_of_one(x) if x.nbytes > SMALL else jax.random.key_data(x) if is_key(x) else x for x in arrays]
+    made = [_digest_of_one(x) if x.nbytes > SMALL else data_of(x) for x in arrays]
     return [
         as_text(y if x.nbytes > SMALL else digest_on_host(np.asarray(y))) for x, y in zip(arrays, made, strict=True)
     ]

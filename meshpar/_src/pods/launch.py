@@ -6,6 +6,7 @@ the cluster's work (JobSet, Slurm), which starts the same script; see ``examples
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import glob
 import json
@@ -17,13 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import TargetError
 from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, LOSE, MEMORY, PROCESS, STUCK, TIMEOUT
+from ..options import option
 from .memory import host_memory
 from .rendezvous import ended_file
 from .watch import RESTARTABLE, USAGE
@@ -42,6 +44,13 @@ for group in map(int, sys.argv[1:]):
 """The program of a process that kills process groups when its standard input ends, as it does when the launcher is killed."""
 
 
+def _lost_slice(text: str) -> tuple[int, int]:
+    which, at, call = text.partition("@")
+    if not at or not which.isdecimal() or not call.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not SLICE@CALL, as 1@100")
+    return int(which), int(call)
+
+
 @dataclass(frozen=True)
 class Job:
     """The processes that ``meshpar launch`` starts, watches and restarts, as its command line describes them.
@@ -52,24 +61,40 @@ class Job:
       devices: of all processes together (virtual CPU devices, or GPUs of this machine); None: set by the script.
       restarts: number of restarts after a loss.
       least: the smallest number of processes after a loss; None: always the initial number.
-      slices: groups of processes that are lost together.
-      lose: (slice, call): kill this slice when a function is called for the n-th time, once.
       timeout, stuck: as in :func:`meshpar.distributed`.
       grace: seconds between the request to stop (SIGTERM), or the first end with status 75, and the end of all.
       logs: folder; None: a temporary one, kept only after a failure.
+      slices: groups of processes that are lost together.
+      lose: (slice, call): kill this slice when a function is called for the n-th time, once.
     """
 
     command: tuple[str, ...]
     processes: int
-    devices: int | None = None
-    restarts: int = 0
-    least: int | None = None
-    slices: int = 1
-    lose: tuple[int, int] | None = None
-    timeout: float = 30.0
-    stuck: float = 300.0
-    grace: float = 30.0
-    logs: Path | None = None
+    devices: int | None = option(
+        None, "--devices", "of all processes: CPU stand-ins, or GPUs of this machine", type=int
+    )
+    restarts: int = option(0, "--restarts", "start again so often after a loss (%(default)s)", type=int)
+    least: int | None = option(
+        None, "--min", "continue with those that remain, at least so many (default: restart all)", type=int
+    )
+    timeout: float = option(
+        30.0, "--timeout", "seconds without a sign of life until a process is lost (%(default)s)", type=float
+    )
+    stuck: float = option(
+        300.0, "--stuck", "seconds that a process may stay behind the others (%(default)s)", type=float
+    )
+    grace: float = option(30.0, "--grace", "seconds to save after SIGTERM (%(default)s)", type=float)
+    logs: Path | None = option(
+        None, "--logs", "where logs go (default: a temporary folder, kept after a failure)", type=Path, metavar="DIR"
+    )
+    slices: int = option(1, "--slices", "groups of processes that are lost together (%(default)s)", type=int)
+    lose: tuple[int, int] | None = option(
+        None,
+        "--lose",
+        "kill a slice at the n-th call of a function, as a rehearsal",
+        type=_lost_slice,
+        metavar="SLICE@CALL",
+    )
 
 
 @dataclass
@@ -83,8 +108,8 @@ class _End:
 
 
 def launch(job: Job) -> int:
-    """Run a job to its end; returns the exit status: 0, 75 (restartable, and no restarts left), 2, or that of the
-    script that failed."""
+    """Run a job to its end; returns the exit status: 0, 75 (restartable, and no restarts left), 2, or the
+    status of the script that failed."""
     _check(job)
     folder = job.logs or Path(tempfile.mkdtemp(prefix="meshpar-launch-"))
     count, left, attempt = job.processes, job.restarts, 0
@@ -181,10 +206,8 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int], me
     After the first failure, or ``job.grace`` seconds after a signal to stop, the processes that still run are killed.
     ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received, ``memory`` the folder of each slice.
     """
-    settings = {MEMORY: [str(memory[p * len(memory) // count]) for p in range(count)]}
-    running = {
-        p: _start(job, count, attempt, p, logs, port, settings) for port in (_free_port(),) for p in range(count)
-    }
+    port = _free_port()
+    running = {p: _start(job, count, attempt, p, logs, port, memory[p * len(memory) // count]) for p in range(count)}
     codes: dict[int, int] = {}  # process → exit code, in the order of the ends
     lost: list[int] = []  # killed, and not by this
     kill_at = float("inf")
@@ -247,15 +270,15 @@ def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
     return _End(code, f"process {p} ended with exit status {code}", p, [p] if code == RESTARTABLE else [])
 
 
-def _start(
-    job: Job, count: int, attempt: int, p: int, logs: Path, port: int, settings: Mapping[str, Sequence[str]]
-) -> subprocess.Popen[bytes]:
-    """Start process ``p`` of ``count``, with its settings in the environment and its output in
-    ``logs/process-<p>.log``; ``settings``: variable → its text for each process."""
+def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int, memory: Path) -> subprocess.Popen[bytes]:
+    """Start process ``p`` of ``count``, with its settings in the environment and its output in ``logs/process-<p>.log``.
+
+    Args:
+      memory: the folder of copies of states in the memory of its slice.
+    """
     group = {PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": str(attempt)}
     limits = {TIMEOUT: str(job.timeout), STUCK: str(job.stuck)}
-    env = {**os.environ, **group, **limits, CAUSES: str(logs), "PYTHONUNBUFFERED": "1"}
-    env.update((name, of[p]) for name, of in settings.items())
+    env = {**os.environ, **group, **limits, CAUSES: str(logs), MEMORY: str(memory), "PYTHONUNBUFFERED": "1"}
     env.pop(LOSE, None)
     if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:
         env[LOSE] = str(job.lose[1])

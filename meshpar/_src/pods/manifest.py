@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...errors import TargetError
 from ..hardware.topology import Topology, parse_topology
+from ..options import option
 from .watch import PROGRAM, RESTARTABLE, USAGE
 
 MAX_NAME = 63 - len("-slice-000-0000-xxxxx")
@@ -35,9 +36,11 @@ class Manifest:
     topology: str
     command: tuple[str, ...]
     name: str
-    image: str = "IMAGE"
-    restarts: int = 20
-    time: str = "12:00:00"
+    image: str = option(
+        "IMAGE", "--image", "container image of a JobSet, with Python, jax, meshpar and the script (%(default)s)"
+    )
+    restarts: int = option(20, "--restarts", "of a JobSet after a loss (%(default)s)", type=int)
+    time: str = option("12:00:00", "--time", "limit of a Slurm job (%(default)s)")
 
 
 def manifest(job: Manifest, to: str | None = None) -> str:

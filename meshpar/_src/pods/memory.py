@@ -7,8 +7,8 @@ group, whose hosts store both.
 
 .. code-block:: text
 
-    FOLDER/RUN/STEP/PROCESS/facts.json     facts of the state, and the place of each block in the file
-    FOLDER/RUN/STEP/PROCESS/blocks         the blocks, one after the other
+    FOLDER/RUN/STEP/PROCESS/facts.json     facts of the state, and its blocks
+    FOLDER/RUN/STEP/PROCESS/NUMBER         a block
 
 A block is a shard that several devices may have; one process of a group stores it. A folder gets the name ``PROCESS`` when it is
 complete.
@@ -28,7 +28,9 @@ import socket
 import socketserver
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,18 +45,15 @@ from ...errors import CheckpointError, DigestError
 from ..compat.jax import HOST_MEMORY
 from ..compat.processes import MEMORY, coordinator, process_count, process_index
 from ..dims import near
-from ..global_arrays import of_parts
+from ..global_arrays import of_parts, on_mesh
 from ..runs.failures import KEPT
 from ..units import format_memory, mesh_text
 from .agree import exchange
-from .digest import digest_on_host, starts_of
-
-Blocks = dict[tuple[int, ...], Any]
-"""Start of a block in its array → the block."""
+from .digest import starts_of
 
 
 class MemoryPlan(NamedTuple):
-    """What a copy of a state in host memory takes; of the device, or process, for which it is most.
+    """The cost of a copy of a state in host memory, for the device, or process, for which it is largest.
 
     Attributes:
       sent: bytes that a device sends to another group of hosts.
@@ -78,17 +77,17 @@ class Groups:
 
     Attributes:
       devices: of each group, in one order.
-      blocks: device → (start, shape) of its shard.
+      starts: device → where its shard begins in the array.
     """
 
     devices: tuple[tuple[Any, ...], ...]
-    blocks: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]]
+    starts: dict[Any, tuple[int, ...]]
 
     @classmethod
     @functools.lru_cache(maxsize=1024)
     def of(cls, sharding: Any, shape: tuple[int, ...], axis: str) -> Groups:
-        """The groups of the devices of an array: those of a process are together, and those of one index of ``axis``, if its mesh
-        has it."""
+        """The groups of the devices of an array: devices of one process are in one group, and devices of one index of ``axis``,
+        if its mesh has it."""
         mesh = sharding.mesh
         rows: dict[int, set[int]] = {}  # process → its indices along the axis
         if axis in mesh.axis_names:
@@ -97,11 +96,8 @@ class Groups:
         groups: dict[Any, list[Any]] = {}
         for device in mesh.devices.flat:
             groups.setdefault(frozenset(rows.get(device.process_index, {device.process_index})), []).append(device)
-        blocks = {
-            d: (starts_of(index), tuple(len(range(*s.indices(n))) for s, n in zip(index, shape, strict=True)))
-            for d, index in sharding.devices_indices_map(shape).items()
-        }
-        return cls(tuple(map(tuple, groups.values())), blocks)
+        starts = {d: starts_of(index) for d, index in sharding.devices_indices_map(shape).items()}
+        return cls(tuple(map(tuple, groups.values())), starts)
 
     @functools.cached_property
     def source(self) -> dict[Any, Any]:
@@ -111,8 +107,8 @@ class Groups:
         Raises:
           CheckpointError: the groups differ in size, so that a device has no counterpart.
         """
-        groups, every = self.devices, {start for start, _ in self.blocks.values()}
-        if len(groups) < 2 or all({self.blocks[d][0] for d in group} == every for group in groups):
+        groups, every = self.devices, {*self.starts.values()}
+        if len(groups) < 2 or all({self.starts[d] for d in group} == every for group in groups):
             return {}
         if len({len(group) for group in groups}) > 1:
             sizes = ", ".join(str(len(group)) for group in groups)
@@ -121,20 +117,23 @@ class Groups:
         return {d: s for k, group in enumerate(groups) for d, s in zip(group, groups[k - 1], strict=True)}
 
     @functools.cached_property
-    def stored(self) -> dict[Any, tuple[bool, bool]]:
-        """Device → whether its process stores its shard, and the one that it receives: it is the first of its group with it."""
-        out: dict[Any, tuple[bool, bool]] = {}
+    def stored(self) -> dict[Any, list[Any]]:
+        """Device → the devices whose shards it stores, itself and its source: it is the first of its group with them."""
+        out: dict[Any, list[Any]] = {d: [] for group in self.devices for d in group}
         for group in self.devices:
             known: set[tuple[int, ...]] = set()
-            own = {d: not (start in known or known.add(start)) for d in group for start in (self.blocks[d][0],)}
-            sent = {d: self.blocks[self.source[d]][0] for d in group if d in self.source}
-            got = {d: not (start in known or known.add(start)) for d, start in sent.items()}
-            out.update((d, (own[d], got.get(d, False))) for d in group)
+            for d, origin in [
+                *zip(group, group, strict=True),
+                *((d, self.source[d]) for d in group if d in self.source),
+            ]:
+                if self.starts[origin] not in known:
+                    known.add(self.starts[origin])
+                    out[d].append(origin)
         return out
 
 
 def memory_plan(leaves: Mapping[str, Any], axis: str) -> MemoryPlan:
-    """What a copy takes; ``leaves``: path → array, or shape, dtype and sharding.
+    """The cost of a copy; ``leaves``: path → array, or shape, dtype and sharding.
 
     Raises:
       CheckpointError: a mesh has no such axis, but one of nearly the same name.
@@ -142,13 +141,13 @@ def memory_plan(leaves: Mapping[str, Any], axis: str) -> MemoryPlan:
     sent: dict[Any, int] = {}
     stored: dict[int, int] = {}
     count = 1
-    for x in filter(_on_mesh, leaves.values()):
+    for x in filter(on_mesh, leaves.values()):
         check_axis(x.sharding.mesh, axis)
         groups = Groups.of(x.sharding, tuple(x.shape), axis)
         count = max(count, len(groups.devices))
         size = math.prod(x.sharding.shard_shape(tuple(x.shape))) * x.dtype.itemsize
-        for device in groups.blocks:
-            stored[device.process_index] = stored.get(device.process_index, 0) + sum(groups.stored[device]) * size
+        for device, shards in groups.stored.items():
+            stored[device.process_index] = stored.get(device.process_index, 0) + len(shards) * size
             sent[device] = sent.get(device, 0) + (device in groups.source) * size
     return MemoryPlan(max(sent.values(), default=0), max(stored.values(), default=0), count)
 
@@ -158,12 +157,6 @@ def check_axis(mesh: Mesh, axis: str) -> None:
     if axis not in mesh.axis_names and (similar := near(axis, mesh.axis_names)):
         text = f"memory={axis!r}: the mesh {mesh_text(mesh.shape)} has no such axis"
         raise CheckpointError(text, fixes=[f"did you mean {similar[0]!r}?"])
-
-
-def _on_mesh(x: Any) -> bool:
-    """Whether an array, or its shape, has a sharding over a mesh."""
-    sharding = getattr(x, "sharding", None)
-    return isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
 
 
 # -- the copies of a state on the devices and in host memory
@@ -194,11 +187,15 @@ def _copies(shardings: tuple[Any, ...], sources: tuple[tuple[tuple[int, int], ..
     return jax.jit(run, out_shardings=[(h, h if pairs else None) for h, pairs in zip(hosts, sources, strict=True)])
 
 
-def _shards(leaves: Mapping[str, Any], axis: str) -> Callable[[], dict[str, Blocks]]:
-    """A function that waits for the copies of ``leaves``, which are started, and returns path → blocks that this process stores."""
+_Shard = tuple[str, tuple[int, ...], np.ndarray]
+"""Path of an array, where a shard begins in it, and the shard."""
+
+
+def _shards(leaves: Mapping[str, Any], axis: str) -> Callable[[], Iterator[_Shard]]:
+    """A function that waits for the copies of ``leaves``, which are started, and returns the shards that this process stores."""
     meshes: dict[Mesh, dict[str, Any]] = {}
     for p, x in leaves.items():
-        if _on_mesh(x):
+        if on_mesh(x):
             meshes.setdefault(x.sharding.mesh, {})[p] = x
     copies: dict[str, tuple[Groups, tuple[jax.Array, jax.Array | None]]] = {}
     for mesh, arrays in meshes.items():
@@ -210,16 +207,14 @@ def _shards(leaves: Mapping[str, Any], axis: str) -> Callable[[], dict[str, Bloc
         copies.update(zip(arrays, zip(groups, made, strict=True), strict=True))
     others = {p: np.array(x) for p, x in leaves.items() if p not in copies}  # each process has them
 
-    def stored() -> dict[str, Blocks]:
-        out: dict[str, Blocks] = {p: {(0,) * x.ndim: x} for p, x in others.items()}
-        for p, (of, both) in copies.items():
-            out[p] = {}
-            for k, array in enumerate(both):
+    def stored() -> Iterator[_Shard]:
+        yield from ((p, (0,) * x.ndim, x) for p, x in others.items())
+        for p, (of, (own, received)) in copies.items():
+            for array, origins in ((own, {}), (received, of.source)):
                 for shard in array.addressable_shards if array is not None else ():
-                    if of.stored[shard.device][k]:
-                        origin = of.source[shard.device] if k else shard.device
-                        out[p][of.blocks[origin][0]] = np.asarray(shard.data)
-        return out
+                    origin = origins.get(shard.device, shard.device)
+                    if origin in of.stored[shard.device]:
+                        yield p, of.starts[origin], np.asarray(shard.data)
 
     return stored
 
@@ -238,29 +233,30 @@ def _root(path: str) -> Path:
     return root / hashlib.sha256(path.encode()).hexdigest()[:16]
 
 
-class _Held(NamedTuple):
-    """A block in a file on this host, its dtype by name, and its digest."""
+class Block(NamedTuple):
+    """A shard in a file of a process.
 
-    file: Path
-    offset: int
+    Attributes:
+      path, start: of the array, and where the shard begins in it.
+      shape, dtype: of the shard; the name of its dtype.
+      checksum: CRC-32 of its bytes.
+      file: its path below the folder of the copies.
+      process: the process that has it.
+    """
+
+    path: str
+    start: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: str
-    digest: tuple[int, int]
+    checksum: int
+    file: str
+    process: int = 0
 
-    def array(self) -> np.ndarray:
-        """The block, read from the file.
-
-        Raises:
-          DigestError: it is not as it was written.
-        """
-        dtype = jnp.dtype(self.dtype)
-        size = math.prod(self.shape) * dtype.itemsize
-        with self.file.open("rb") as file:
-            file.seek(self.offset)
-            read = file.read(size)
-        if len(read) < size:
-            raise DigestError(f"a copy in memory is cut: {self.file}", fixes=["restore the last state on disk"])
-        return np.frombuffer(read, dtype).reshape(self.shape)
+    @classmethod
+    def of_json(cls, entries: Sequence[Any]) -> Block:
+        """The block whose fields are these values of JSON."""
+        path, start, shape, *others = entries
+        return cls(path, tuple(start), tuple(shape), *others)
 
 
 class Memory:
@@ -305,24 +301,22 @@ class Memory:
             fixes = ["free memory of the host, or give mp.Checkpoints no memory="]
             raise CheckpointError(f"a copy cannot be written to {self.root}: {error}", fixes=fixes) from error
 
-    def _write(self, run: str, step: int, made: Callable[[], dict[str, Blocks]], facts: dict[str, Any]) -> None:
+    def _write(self, run: str, step: int, made: Callable[[], Iterator[_Shard]], facts: dict[str, Any]) -> None:
         for other in self.root.iterdir() if self.root.exists() else ():
             if other.name != run:
                 shutil.rmtree(other, ignore_errors=True)
         for old in sorted(self._steps(run))[:-KEPT]:
             shutil.rmtree(self.root / run / str(old), ignore_errors=True)
-        folder = self.root / run / str(step)
-        target, begun = folder / str(process_index()), folder / f"{process_index()}.{secrets.token_hex(4)}"
+        target = self.root / run / str(step) / str(process_index())
+        begun = target.with_suffix(f".{secrets.token_hex(4)}")
         begun.mkdir(parents=True)
-        places: dict[str, list[Any]] = {}
-        with (begun / "blocks").open("wb") as file:
-            for path, blocks in made().items():
-                for start, block in blocks.items():
-                    block = np.ascontiguousarray(block).reshape(block.shape)
-                    digest = [n & 0xFFFFFFFF for n in digest_on_host(block, start)]
-                    places.setdefault(path, []).append([start, block.shape, str(block.dtype), file.tell(), digest])
-                    file.write(block.reshape(-1).view(np.uint8).data if block.size else b"")
-        (begun / "facts.json").write_text(json.dumps({"facts": facts, "blocks": places}))
+        blocks = []
+        for k, (path, start, x) in enumerate(made()):
+            data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+            data.tofile(begun / str(k))
+            file = f"{run}/{step}/{target.name}/{k}"
+            blocks.append(Block(path, start, x.shape, str(x.dtype), zlib.crc32(data.data), file))
+        (begun / "facts.json").write_text(json.dumps({"facts": facts, "blocks": blocks}))
         if target.exists():  # of an earlier attempt
             shutil.rmtree(target)
         begun.rename(target)
@@ -346,45 +340,37 @@ class Memory:
     # -- restore
 
     def newest(self, run: str) -> Copy | None:
-        """The newest state of a run of which the hosts together have all blocks; None: there is none. All processes call it."""
-        here: dict[int, dict[str, dict[tuple[int, ...], _Held]]] = {}
-        known: dict[int, Any] = {}
-        folder = self.root / run
-        for step in (p for p in (folder.iterdir() if folder.exists() else ()) if p.name.isdigit()):
-            for entry in (p for p in step.iterdir() if p.name.isdigit()):
+        """The newest state of a run of which the hosts together have all blocks; None: none is complete. All processes call it."""
+        here: dict[int, tuple[Any, list[Any]]] = {}
+        for file in (self.root / run).glob("*/*/facts.json"):
+            step, process = file.parts[-3:-1]
+            if step.isdigit() and process.isdigit():
                 with contextlib.suppress(OSError, ValueError):  # of no use, as if it were absent
-                    read = json.loads((entry / "facts.json").read_text())
-                    known[int(step.name)] = read["facts"]
-                    blocks = here.setdefault(int(step.name), {})
-                    for path, places in read["blocks"].items():
-                        for start, shape, dtype, offset, digest in places:
-                            held = _Held(entry / "blocks", offset, tuple(shape), dtype, tuple(digest))
-                            blocks.setdefault(path, {})[tuple(start)] = held
-        mine = [
-            [step, known[step], [[p, s, h.shape, h.dtype, h.digest] for p, of in b.items() for s, h in of.items()]]
-            for step, b in here.items()
-        ]
+                    read = json.loads(file.read_text())
+                    here.setdefault(int(step), (read["facts"], []))[1].extend(read["blocks"])
+        mine = [[step, *of] for step, of in here.items()]
         found = exchange("list the copies in memory", mine, _complete)
         if found is None:
             return None
         step, facts, blocks = found
-        return Copy(step, facts, blocks, here.get(step, {}))
+        _, own = here.get(step, (None, []))
+        return Copy(self.root, step, facts, list(map(Block.of_json, blocks)), list(map(Block.of_json, own)))
 
 
 def _complete(said: Sequence[Sequence[Any]]) -> list[Any] | None:
-    """[step, facts, blocks] of the newest complete state among what all processes list; a block is
-    [path, start, shape, dtype, digest, process that has it]. None: no state is complete."""
-    steps: dict[int, tuple[Any, dict[tuple[str, tuple[int, ...]], list[Any]]]] = {}
+    """[step, facts, blocks] of the newest complete state among what all processes list; a block of these has its process. None: no
+    state is complete."""
+    steps: dict[int, tuple[Any, dict[tuple[str, tuple[int, ...]], Block]]] = {}
     for process, listed in enumerate(said):
         for step, facts, blocks in listed:
             _, known = steps.setdefault(step, (facts, {}))
-            for path, start, shape, dtype, digest in blocks:
-                known.setdefault((path, tuple(start)), [path, start, shape, dtype, digest, process])
+            for block in map(Block.of_json, blocks):
+                known.setdefault((block.path, block.start), block._replace(process=process))
     for step, (facts, known) in sorted(steps.items(), reverse=True):
-        sizes: dict[str, int] = {}
-        for path, _, shape, *_ in known.values():
-            sizes[path] = sizes.get(path, 0) + math.prod(shape)
-        if all(sizes.get(p, -1) == math.prod(shape) for p, shape in facts["stored"].items()):
+        sizes: Counter[str] = Counter()
+        for block in known.values():
+            sizes[block.path] += math.prod(block.shape)
+        if sizes == {p: math.prod(shape) for p, shape in facts["stored"].items()}:
             return [step, facts, list(known.values())]
     return None
 
@@ -401,13 +387,13 @@ class Copy:
       facts: as they were saved.
     """
 
-    def __init__(
-        self, step: int, facts: dict[str, Any], blocks: Sequence[Any], here: dict[str, dict[tuple[int, ...], _Held]]
-    ):
-        self.step, self.facts, self._here = step, facts, here
-        self._blocks: dict[str, list[Any]] = {}
-        for path, *block in blocks:
-            self._blocks.setdefault(path, []).append(block)
+    def __init__(self, root: Path, step: int, facts: dict[str, Any], blocks: Sequence[Block], own: Sequence[Block]):
+        """The copy of a step in these blocks, of which ``own`` are in files below ``root``."""
+        self.step, self.facts, self._root = step, facts, root
+        self._own = {block[:2]: block for block in own}
+        self._blocks: dict[str, list[Block]] = {}
+        for block in blocks:
+            self._blocks.setdefault(block.path, []).append(block)
 
     def read(self, targets: Mapping[str, jax.ShapeDtypeStruct | None]) -> dict[str, Any]:
         """path → array in the shape, dtype and sharding of ``targets``; None: as a NumPy array.
@@ -420,14 +406,14 @@ class Copy:
         """
         out: dict[str, Any] = {}
         mine: Exception | None = None
-        with _Exchange(self._here) as others:
+        with _Connections(self._root) as others:
             try:
                 for path, target in targets.items():
-                    part = _Part(path, self._blocks[path], others)
-                    if target is None:
-                        out[path] = part((slice(None),) * len(self.facts["stored"][path]))
-                    else:
-                        out[path] = of_parts(target.shape, target.sharding, part)
+                    shape = self.facts["stored"][path]
+                    read = functools.cache(functools.partial(self._block, others))  # each block once
+                    part = functools.partial(_part, self._blocks[path], shape, read)
+                    every = (slice(None),) * len(shape)
+                    out[path] = part(every) if target is None else of_parts(target.shape, target.sharding, part)
             except (OSError, CheckpointError) as error:
                 mine = error
             # the others may still read from this process
@@ -435,64 +421,60 @@ class Copy:
         for p, text in enumerate(said):
             if text is not None:
                 text = f"the copy of step {self.step} in memory cannot be read by process {p}: {text}"
-                raise CopyError(text, fixes=["the last state on disk is restored instead"]) from mine
+                raise CopyError(text, fixes=_FIXES) from mine
         return out
 
-
-class _Part:
-    """A function from the index of a part of an array to the part, made of blocks, each of which is read once."""
-
-    def __init__(self, path: str, blocks: Sequence[Any], others: _Exchange):
-        self.path, self.blocks, self.others = path, blocks, others
-        self.shape = [max(s[d] + n[d] for s, n, *_ in blocks) for d in range(len(blocks[0][0]))]
-        self._read: dict[tuple[int, ...], np.ndarray] = {}
-
-    def __call__(self, index: tuple[slice, ...]) -> np.ndarray:
-        wanted = [s.indices(n)[:2] for s, n in zip(index or (slice(None),) * len(self.shape), self.shape, strict=True)]
-        out = np.empty([stop - start for start, stop in wanted], jnp.dtype(self.blocks[0][2]))
-        for start, shape, dtype, digest, process in self.blocks:
-            low = [max(a, w[0]) for a, w in zip(start, wanted, strict=True)]
-            high = [min(a + n, w[1]) for a, n, w in zip(start, shape, wanted, strict=True)]
-            if all(a < b for a, b in zip(low, high, strict=True)):
-                block = self._block(tuple(start), tuple(shape), dtype, digest, process)
-                into = tuple(slice(a - w[0], b - w[0]) for a, b, w in zip(low, high, wanted, strict=True))
-                out[into] = block[tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))]
-        return out
-
-    def _block(self, start: tuple[int, ...], shape: Any, dtype: str, digest: Sequence[int], process: int) -> np.ndarray:
-        if start not in self._read:
-            block = self.others.block(self.path, start, shape, dtype, process)
-            if [n & 0xFFFFFFFF for n in digest_on_host(block, start)] != list(digest):
-                text = f"the copy in memory of `{self.path}` differs from its digest"
-                raise DigestError(text, path=self.path, fixes=["the last state on disk is restored instead"])
-            self._read[start] = block
-        return self._read[start]
+    def _block(self, others: _Connections, block: Block) -> np.ndarray:
+        """The elements of a block, from this host or from the process that has it."""
+        own = self._own.get(block[:2])
+        data = others.read(block) if own is None else (self._root / own.file).read_bytes()
+        if zlib.crc32(data) != (own or block).checksum:
+            text = f"the copy in memory of `{block.path}` is cut, or differs from its checksum"
+            raise DigestError(text, path=block.path, fixes=_FIXES)
+        return np.frombuffer(data, jnp.dtype(block.dtype)).reshape(block.shape)
 
 
-class _Exchange(contextlib.ExitStack):
+_FIXES = ["the last state on disk is restored instead"]
+
+
+def _part(
+    blocks: Sequence[Block], shape: Sequence[int], read: Callable[[Block], np.ndarray], index: tuple[slice, ...]
+) -> np.ndarray:
+    """The part of an array of this shape at an index, made of blocks."""
+    spans = [s.indices(n)[:2] for s, n in zip(index or (slice(None),) * len(shape), shape, strict=True)]
+    begin, end = np.array(spans, int).reshape(-1, 2).T
+    out = np.empty(end - begin, jnp.dtype(blocks[0].dtype))
+    for block in blocks:
+        low, high = np.maximum(block.start, begin), np.minimum(np.add(block.start, block.shape), end)
+        if (low < high).all():
+            to, of = (tuple(map(slice, low - origin, high - origin)) for origin in (begin, block.start))
+            out[to] = read(block)[of]
+    return out
+
+
+class _Connections(contextlib.ExitStack):
     """Connections between all processes, over which each reads blocks that the others have in memory.
 
-    A request is a line of JSON with a secret of the run, which the coordinator's store gives to its processes; the reply is the
-    bytes of the block.
+    A request is a line of JSON with a secret of the run, which the coordinator's store gives to its processes, and the name of a
+    file; the reply is its content.
     """
 
-    def __init__(self, here: Mapping[str, Mapping[tuple[int, ...], _Held]]):
+    def __init__(self, root: Path):
         super().__init__()
-        self._here = here
-        self._connections: dict[int, Any] = {}
+        self._root = root
+        self._streams: dict[int, Any] = {}
 
-    def __enter__(self) -> _Exchange:
+    def __enter__(self) -> _Connections:
         if process_count() > 1:
-            here, secret = self._here, secrets.token_hex(16)
+            root, secret = self._root, secrets.token_hex(16)
 
             class Handler(socketserver.StreamRequestHandler):
                 def handle(self) -> None:
                     for line in self.rfile:
-                        asked = json.loads(line)
-                        if asked["secret"] != secret:
+                        given, file = json.loads(line)
+                        if given != secret:
                             return
-                        block = here[asked["path"]][tuple(asked["start"])].array()
-                        self.wfile.write(block.tobytes())
+                        self.wfile.write((root / file).read_bytes())
 
             server = socketserver.ThreadingTCPServer(("", 0), Handler)
             server.daemon_threads = True
@@ -502,23 +484,16 @@ class _Exchange(contextlib.ExitStack):
             self._others = exchange("the addresses of the copies", [_address(), server.server_address[1], secret])
         return self
 
-    def block(self, path: str, start: tuple[int, ...], shape: Sequence[int], dtype: str, process: int) -> np.ndarray:
-        """A block from this host, or from the process that lists it."""
-        if start in self._here.get(path, {}):
-            return self._here[path][start].array()
-        host, port, secret = self._others[process]
-        if process not in self._connections:
+    def read(self, block: Block) -> bytes:
+        """The bytes of a block of another process."""
+        host, port, secret = self._others[block.process]
+        if block.process not in self._streams:
             connection = self.enter_context(socket.create_connection((host, port), timeout=60))
-            self._connections[process] = self.enter_context(connection.makefile("rwb"))
-        stream = self._connections[process]
-        stream.write(json.dumps({"secret": secret, "path": path, "start": start}).encode() + b"\n")
+            self._streams[block.process] = self.enter_context(connection.makefile("rwb"))
+        stream = self._streams[block.process]
+        stream.write(json.dumps([secret, block.file]).encode() + b"\n")
         stream.flush()
-        size = math.prod(shape) * jnp.dtype(dtype).itemsize
-        read = stream.read(size)
-        if len(read) < size:
-            text = f"process {process} does not send the copy in memory of `{path}`"
-            raise CheckpointError(text, path=path, fixes=["the last state on disk is restored instead"])
-        return np.frombuffer(read, jnp.dtype(dtype)).reshape(shape)
+        return stream.read(math.prod(block.shape) * jnp.dtype(block.dtype).itemsize)
 
 
 def _address() -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -129,7 +127,6 @@ def _group(coordinator: str | None, processes: int | None, process: int | None, 
             raise MeshError(f"the environment variable {PROCESS} is set, but {missing[0]} is not", fixes=[fix])
         coordinator, processes = os.environ[ADDRESS], int(variable_number(COUNT, 1, 1))
         process, names = int(variable_number(PROCESS, 0)), (ADDRESS, COUNT, PROCESS)
-        _end_with_the_launcher()
         _use_devices(int(variable_number(DEVICES, 0)), process)
     elif coordinator is None or processes is None or process is None:
         fix = "leave all three out on TPU pods, Slurm and GKE, which provide them"
@@ -143,12 +140,6 @@ def _group(coordinator: str | None, processes: int | None, process: int | None, 
         text = f"{names[2]}={process} with {names[1]}={processes}: processes are numbered from 0 to {processes - 1}"
         raise MeshError(text, fixes=[f"{names[2]}={processes - 1} in the last one"])
     return Group(coordinator, processes, process)
-
-
-def _end_with_the_launcher() -> None:
-    """Nothing stays behind a launcher that is killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _use_devices(count: int, process: int) -> None:

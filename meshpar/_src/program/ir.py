@@ -335,7 +335,7 @@ class Program:
 
     @property
     def is_derived_as_traced(self) -> bool:
-        """Whether derivatives from outside are taken of the program as traced, before rewrites (:mod:`lower.derivatives`)."""
+        """Whether derivatives from outside are taken of the program as traced, before rewrites (:mod:`lower.jit`)."""
         return self.traced.cached(_is_derived_as_traced)
 
     @property

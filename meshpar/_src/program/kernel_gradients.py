@@ -47,11 +47,12 @@ def differentiable(kernel: Kernel) -> Callable[..., Any]:
         Without separate passes (``_Static(None)``), the arrays are the operands, and the backward pass recomputes the
         kernel.
         """
-        passes = with_residuals(kernel, xs)
+        passes = with_residuals(kernel, _avals(xs))
         if passes is None:
             return run(*xs), (_Static(None), xs)
         out = differentiable(passes.forward)(*xs)
-        pools = {"operand": xs, "result": out[: passes.results], "residual": out[passes.results :]}
+        results = len(kernel.notation.outs)
+        pools = {"operand": xs, "result": out[:results], "residual": out[results:]}
         return list(pools["result"]), (_Static(passes), tuple(pools[which][i] for which, i in passes.saved))
 
     def backward(saved: Any, cts: Sequence[Any]) -> tuple[Any, ...]:
@@ -66,7 +67,7 @@ def differentiable(kernel: Kernel) -> Callable[..., Any]:
         float_outs = [ct.dtype != jax.dtypes.float0 for ct in cts]
         cts = [ct for ct, f in zip(cts, float_outs, strict=True) if f]
         if passes is None:
-            avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+            avals = _avals(arrays)
             back = recomputing_backward(kernel, tuple(map(_inexact, avals)), tuple(float_outs))
         else:
             avals, back = passes.avals, passes.backward
@@ -83,6 +84,10 @@ class _Static:
     value: Any
 
 
+def _avals(xs: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
+
+
 def _inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -97,28 +102,20 @@ class ForwardBackward:
     Attributes:
       forward: operands → results, then residuals.
       backward: saved arrays, cotangents of the floating-point results → cotangents of the floating-point operands.
-      results: number of results of the kernel.
       saved: the source of each saved array.
       avals: shapes and dtypes of the operands.
     """
 
     forward: Kernel
     backward: Kernel
-    results: int
     saved: tuple[Source, ...]
     avals: tuple[jax.ShapeDtypeStruct, ...]
 
 
-def with_residuals(kernel: Kernel, xs: Sequence[Any]) -> ForwardBackward | None:
-    """The forward and backward pass for operands of these shapes; None: its residuals cannot be sharded as the operands are."""
-    avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
-    return _halves(kernel, avals) if kernel.local is None else None
-
-
 @cached
-def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardBackward | None:
-    """As :func:`with_residuals`."""
-    traced = _residual_dims(kernel, avals)
+def with_residuals(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardBackward | None:
+    """The forward and backward pass for these operands; None: the residuals cannot be sharded as the operands are."""
+    traced = _residual_dims(kernel, avals) if kernel.local is None else None
     if traced is None:
         return None
     pulled, residuals = traced
@@ -162,7 +159,7 @@ def _halves(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardB
     backward = Kernel(back, rule, None, None, f"{kernel.name} backward")
     both = replace(notation, outs=(*notation.outs, *residuals))
     forward_kernel = Kernel(forward, both, None, None, kernel.name)
-    return ForwardBackward(forward_kernel, backward, len(notation.outs), tuple(saved), avals)
+    return ForwardBackward(forward_kernel, backward, tuple(saved), avals)
 
 
 def _pull(fn: Callable[..., Any], xs: Sequence[Any]) -> tuple[list[Any], Any]:

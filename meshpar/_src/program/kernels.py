@@ -286,8 +286,8 @@ class Kernel:
 
             def listed(
                 local: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-            ) -> list[tuple[Send, tuple[str, ...]]]:
-                """The (collective, mesh axes) pairs of the kernel's local function.
+            ) -> list[Send]:
+                """The collectives of the kernel's local function.
 
                 Args:
                   local: shapes of the operands on one device.
@@ -297,11 +297,10 @@ class Kernel:
                 avals = [jax.ShapeDtypeStruct(s, d) for s, d in zip(local, dtypes, strict=True)]
                 parts = ShardCounts({f: axes[i] for f, i in index.items()}, sizes)
                 return [
-                    (Send(s.op, (), tuple(s.shape), s.dtype, s.why, s.times), s.over(parts))
-                    for s in sends(avals, parts)
+                    Send(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, s.over(parts)) for s in sends(avals, parts)
                 ]
 
-            r.sends_over = listed
+            r.sends = listed
         return r
 
     def work(

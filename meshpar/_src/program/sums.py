@@ -7,22 +7,15 @@ sharded, each of dq, dk and dv is a partial sum, and dy is not: each of them wou
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ..compat.jax import body_operands
 from ..rules import bodies, primitive
 from .jaxprs import readers, rewrite, with_eqns
-
-Source = bool | int
-"""How a variable is computed.
-
-True: by a matmul, or as a sum of such terms, and then only reshaped, transposed or cast. An index: by reshapes, transposes or casts
-of this argument of the jaxpr. False: otherwise. To be compared with ``is``, since 1 equals True.
-"""
 
 
 def with_matmuls_added_first(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -31,26 +24,22 @@ def with_matmuls_added_first(closed: ClosedJaxpr) -> ClosedJaxpr:
     An intermediate sum that another op reads is not reordered, and neither is an ``add`` in the user's function. Each body of a
     loop, branch or call is rewritten by itself. The closed jaxpr itself is returned if nothing changes.
     """
-    results: dict[tuple[Any, ...], list[Source]] = {}  # of a jaxpr, by _signature: the source of each of its results
+    results: dict[
+        tuple[Any, ...], list[bool]
+    ] = {}  # of a jaxpr, by _signature: which of its results are those of matmuls
 
     def change(jaxpr: Jaxpr) -> Jaxpr:
-        """The jaxpr with reordered additions; adds the sources of its results to ``results``."""
-        sources: dict[Any, Source] = {v: i for i, v in enumerate(jaxpr.invars)}
+        """The jaxpr with reordered additions; adds its results to ``results``."""
+        matmuls = set[Any]()  # also sums of results of matmuls, and reshapes, transposes and casts of them
         for eqn in jaxpr.eqns:
             entry = primitive(eqn.primitive.name)
-            if entry.matmul:
-                sources.update(dict.fromkeys(eqn.outvars, True))
-            elif entry.call:
+            if entry.call:
                 (body,) = bodies(eqn)
-                taken = body_operands(eqn, eqn.invars)
-                for v, source in zip(eqn.outvars, results[_signature(body)], strict=True):
-                    sources[v] = source if isinstance(source, bool) else _source(taken[source], sources)
-            elif entry.name == "add_any":
-                sources[eqn.outvars[0]] = all(_source(v, sources) is True for v in eqn.invars)
-            elif (entry.view or entry.family == "cast") and len(eqn.invars) == 1:
-                sources[eqn.outvars[0]] = _source(eqn.invars[0], sources)
-        matmuls = {v for v, source in sources.items() if source is True}
-        results[_signature(jaxpr)] = [_source(v, sources) for v in jaxpr.outvars]
+                matmuls.update(itertools.compress(eqn.outvars, results[_signature(body)]))
+            moves = entry.name == "add_any" or ((entry.view or entry.family == "cast") and len(eqn.invars) == 1)
+            if entry.matmul or (moves and all(_is_in(v, matmuls) for v in eqn.invars)):
+                matmuls.update(eqn.outvars)
+        results[_signature(jaxpr)] = [_is_in(v, matmuls) for v in jaxpr.outvars]
         return with_eqns(jaxpr, _with_reordered_additions(jaxpr, matmuls))
 
     return rewrite(closed, change)
@@ -61,12 +50,12 @@ def _signature(jaxpr: Jaxpr) -> tuple[Any, ...]:
     return tuple(None if isinstance(v, Literal) else v for v in (*jaxpr.invars, *jaxpr.outvars))
 
 
-def _source(v: Any, sources: dict[Any, Source]) -> Source:
-    return False if isinstance(v, Literal) else sources.get(v, False)
+def _is_in(v: Any, variables: set[Any]) -> bool:
+    return not isinstance(v, Literal) and v in variables
 
 
 def _with_reordered_additions(jaxpr: Jaxpr, matmuls: set[Any]) -> Sequence[JaxprEqn]:
-    """The equations of a jaxpr with reordered additions; ``matmuls``: the variables whose source is a matmul."""
+    """The equations of a jaxpr with reordered additions; ``matmuls``: the variables that matmuls compute."""
     eqns = jaxpr.eqns
     adds = {i for i, eqn in enumerate(eqns) if eqn.primitive.name == "add_any" and eqn.outvars[0] not in matmuls}
     if not adds:
@@ -77,7 +66,7 @@ def _with_reordered_additions(jaxpr: Jaxpr, matmuls: set[Any]) -> Sequence[Jaxpr
     replaced: dict[int, list[Any]] = {}
     for root in adds - inner:
         terms, slots = _terms(root, eqns, inner, made_at)
-        chosen = [k for k, v in enumerate(terms) if not isinstance(v, Literal) and v in matmuls]
+        chosen = [k for k, v in enumerate(terms) if _is_in(v, matmuls)]
         if len(chosen) > 1 and chosen[-1] >= len(chosen):
             replaced.update(_additions(terms, chosen, slots, eqns, made_at))
     return [new for i, eqn in enumerate(eqns) for new in replaced.get(i, [eqn])]

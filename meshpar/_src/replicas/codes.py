@@ -40,11 +40,11 @@ def sign() -> Code:
 
     def encode(x: jax.Array) -> Any:
         dims = tuple(range(2 if x.ndim > 3 else 1, x.ndim))
-        return pack((x >= 0).astype(jnp.uint8), 1), jnp.abs(x).mean(dims, keepdims=True)
+        return _packed(x >= 0), jnp.abs(x).mean(dims, keepdims=True)
 
     def decode(code: Any, shape: tuple[int, ...]) -> jax.Array:
         packed, mean = code
-        return mean * (2.0 * unpack(packed, 1, shape).astype(jnp.float32) - 1.0)
+        return mean * (2.0 * _unpacked(packed, shape) - 1.0)
 
     return Code(encode, decode)
 
@@ -53,9 +53,13 @@ def threshold(size: float) -> Code:
     """2 bits per element: ``size``, which is above 0, if it is at least that, ``-size`` if it is at most that, else 0."""
 
     def encode(x: jax.Array) -> Any:
-        return pack(jnp.where(x >= size, 2, jnp.where(x <= -size, 0, 1)).astype(jnp.uint8), 2)
+        return _packed(jnp.stack([x >= size, x <= -size], 1))
 
-    return Code(encode, lambda code, shape: size * (unpack(code, 2, shape).astype(jnp.float32) - 1.0))
+    def decode(code: Any, shape: tuple[int, ...]) -> jax.Array:
+        high, low = jnp.unstack(_unpacked(code, (shape[0], 2, *shape[1:])), axis=1)
+        return size * (high - low)
+
+    return Code(encode, decode)
 
 
 def top_k(fraction: float) -> Code:
@@ -81,36 +85,26 @@ def code_of(text: str) -> Code:
     """
     kind, _, number = text.partition(":")
     try:
-        size = float(number) if number else None
+        size = float(number or 0)
     except ValueError:
         size = math.nan
-    if size is None and kind in DTYPES:
+    if kind in DTYPES and not number:
         return eight_bits(kind)
-    if size is None and kind == "sign":
+    if text == "sign":
         return sign()
-    if kind == "topk" and size is not None and 0 < size <= 1:
+    if kind == "topk" and 0 < size <= 1:
         return top_k(size)
-    if kind == "threshold" and size is not None and 0 < size < math.inf:
+    if kind == "threshold" and 0 < size < math.inf:
         return threshold(size)
     fix = "int8, float8_e4m3fn, sign, topk:0.01 (a fraction of each row), threshold:0.001 (a size above 0)"
     raise UnsupportedError(f"mp.replicas.coded: there is no code {text!r}", fixes=[fix])
 
 
-def pack(values: jax.Array, bits: int) -> jax.Array:
-    """Numbers below ``2**bits`` [..., n] as bytes [..., n * bits / 8]; unchanged if bytes would not be full."""
-    per_byte = 8 // bits
-    if values.shape[-1] % per_byte:
-        return values
-    grouped = values.reshape(*values.shape[:-1], -1, per_byte)
-    return (grouped << _shifts(bits)).sum(-1, dtype=jnp.uint8)
+def _packed(bits: jax.Array) -> jax.Array:
+    """Booleans [..., n] as bytes [..., n / 8]; unchanged if bytes would not be full."""
+    return bits if bits.shape[-1] % 8 else jnp.packbits(bits, -1)
 
 
-def unpack(packed: jax.Array, bits: int, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of :func:`pack`, for values of this shape."""
-    if packed.shape[-1] == shape[-1]:
-        return packed
-    return ((packed[..., None] >> _shifts(bits)) & jnp.uint8(2**bits - 1)).reshape(*packed.shape[:-1], shape[-1])
-
-
-def _shifts(bits: int) -> jax.Array:
-    return jnp.arange(0, 8, bits, dtype=jnp.uint8)
+def _unpacked(packed: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of :func:`_packed` for booleans of this shape, as numbers 0 and 1 in float32."""
+    return (packed if packed.shape[-1] == shape[-1] else jnp.unpackbits(packed, -1)).astype(jnp.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
@@ -28,7 +27,6 @@ from .facts import (
     kernel_seconds,
     layout_text,
     lowering_text,
-    rule_effects,
 )
 from .tables import Cell, Table, code, hanging, html_picture, number, prose
 from .timeline import MIN_SHARE, step_bounds
@@ -107,7 +105,7 @@ class PlanDiff(Document):
     collectives: list[tuple[str, str, str, float, float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = list(_metrics(self.a, self.b))
+        self.metrics = [m for m in _metrics(self.a, self.b) if m.a is not None or m.b is not None]
         self.tensors = _tensors(self.a, self.b)
         self.collectives = _collectives(self.a, self.b)
 
@@ -138,12 +136,10 @@ class PlanDiff(Document):
         more = b.seconds / a.seconds - 1
         if abs(more) < MIN_DIFFERENCE:
             return "; ".join([*texts, f"b takes as long as a, {format_seconds(b.seconds)} a step"])
-        parts = dict.fromkeys(name for plan in (self.a, self.b) for name, _ in step_bounds(plan))
-        before, after = dict(step_bounds(self.a)), dict(step_bounds(self.b))
-        differences = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in parts}
+        differences = {name: after - before for name, before, after in _step_parts(self)}
         large = {name: n for name, n in differences.items() if abs(n) >= MIN_SHARE * abs(b.seconds - a.seconds)}
         rest = sum(differences.values()) - sum(large.values())
-        why = [f"{name} {_signed(n)}" for name, n in sorted(large.items(), key=lambda part: -abs(part[1]))]
+        why = [f"{name} {_signed(n)}" for name, n in large.items()]
         why += [f"other parts {_signed(rest)}"] * (len(large) < len(differences))
         much = f"{100 * abs(more):.0f} %" if more < 1 else f"{1 + more:.1f} ×"
         longer = f"b is {much} {'slower' if more > 0 else 'faster'}, {_signed(b.seconds - a.seconds)} a step"
@@ -232,37 +228,33 @@ def longer_parts(slow: Plan, fast: Plan) -> list[tuple[float, str]]:
     return sorted(((s, text) for s, text in more if s > 0), key=lambda m: -m[0])
 
 
+def _step_parts(d: PlanDiff) -> list[tuple[str, float, float]]:
+    """(part, seconds in a, seconds in b) of the parts of both steps (:func:`step_bounds`), largest difference first."""
+    a, b = (dict(step_bounds(plan)) for plan in (d.a, d.b))
+    parts = [(name, a.get(name, 0.0), b.get(name, 0.0)) for name in {**a, **b}]
+    return sorted(parts, key=lambda part: -abs(part[2] - part[1]))
+
+
 def time_comparison(d: PlanDiff, most: int = 4) -> str:
-    """Why plan b is slower or faster than plan a, as part of a page: seconds by rule, and the ``most`` parts that differ most;
-    "" without estimates of time."""
+    """Why plan b is slower or faster than plan a, as part of a page: the parts of both steps, and the ``most`` matmuls and
+    collectives that take longer in the slower plan; "" without estimates of time."""
     a, b = time_of(d.a), time_of(d.b)
     if a is None or b is None:
         return ""
-    longer = b.seconds - a.seconds
-    slow, fast = (d.b, d.a) if longer > 0 else (d.a, d.b)
-    colours = AxisColours(d.a.sizes, d.b.sizes)
-    costs = [
-        {("matmuls", ()): t.compute, ("memory traffic", ()): t.memory}
-        | {(str(e.rule or "no single rule"), e.axes): e.collectives.seconds for e in rule_effects(p)}
-        for t, p in ((a, d.a), (b, d.b))
+    is_longer = b.seconds > a.seconds
+    rows = [
+        [
+            Cell(name),
+            *(number(format_seconds(n), n) for n in (x, y)),
+            number(_signed(y - x), y - x, css="up" if y > x else "down"),
+        ]
+        for name, x, y in _step_parts(d)
     ]
-    rows = []
-    for name, axes in dict.fromkeys((*costs[0], *costs[1])):
-        before, after = (cost.get((name, axes), 0.0) for cost in costs)
-        more = after - before
-        if abs(more) > 1e-4 * (a.seconds + b.seconds):
-            rule = f"{colours.axes(axes).markup} <code>{escape(name)}</code>" if axes else ""
-            numbers = [number(format_seconds(n), n) for n in (before, after)]
-            rows.append(
-                [Cell(name, markup=rule), *numbers, number(_signed(more), more, css="up" if more > 0 else "down")]
-            )
-    rows.sort(key=lambda row: -abs(row[3].value or 0.0))
     table = Table([("part of the step", ""), ("pinned", "n"), ("this plan", "n"), ("difference", "n")], rows)
-    about = '<p class="dim">The parts overlap: their differences need not add up to the difference of the step.</p>'
-    causes = "".join(f"<li>{format_seconds(s)}: {prose(text)}</li>" for s, text in longer_parts(slow, fast)[:most])
-    return (about + table.html() if rows else "") + (
-        f"<h3>takes longer in {'this' if longer > 0 else 'the pinned'} plan</h3><ul>{causes}</ul>" if causes else ""
-    )
+    longer = longer_parts(d.b, d.a) if is_longer else longer_parts(d.a, d.b)
+    causes = "".join(f"<li>{format_seconds(s)}: {prose(text)}</li>" for s, text in longer[:most])
+    title = f"<h3>takes longer in {'this' if is_longer else 'the pinned'} plan</h3>"
+    return table.html() + (f"{title}<ul>{causes}</ul>" if causes else "")
 
 
 def _by_path(plan: Plan) -> dict[str, ShardedArray]:
@@ -345,17 +337,6 @@ def _tables(d: PlanDiff, colours: AxisColours) -> list[Table]:
     ]
 
 
-def _moved_bytes(*sides: tuple[Plan, ShardedArray]) -> float:
-    """The bytes of an argument that a device stores under one of two plans alone. The shards of a device under both have
-    ``global bytes / number of shards`` in common, where each dim is split by the axes of either plan."""
-    (_, x), (_, y) = sides
-    if x.shape != y.shape:
-        return abs(x.bytes - y.bytes)
-    split = [[{(a, p.sizes[a]) for a in axes} for _, axes in h.split] for p, h in sides]
-    shards = math.prod(n for a, b in zip(*split, strict=True) for _, n in a | b)
-    return x.bytes + y.bytes - 2 * facts.global_bytes(x) / shards
-
-
 def _bars(d: PlanDiff) -> str:
     """The step times and the peaks of both plans as bars with their parts."""
     sides = []
@@ -369,19 +350,16 @@ def _bars(d: PlanDiff) -> str:
 
 
 def _drawings(d: PlanDiff, colours: AxisColours) -> str:
-    """The argument of which most bytes are on other devices, on both meshes; and both placements on the chips, if they differ."""
+    """The largest argument that is sharded differently, on both meshes; and both placements on the chips, if they differ."""
     pairs: list[tuple[str, list[str]]] = []
     sides = [(plan, _by_path(plan)) for plan in (d.a, d.b)]
-    common = [row for row in d.tensors if all(row[0] in of for _, of in sides)]
-    if common:
-        path, *_ = max(common, key=lambda row: _moved_bytes(*((plan, of[row[0]]) for plan, of in sides)))
-        pairs.append(
-            ("The argument whose layout changes most bytes", [shards_place(p, colours, of[path]) for p, of in sides])
-        )
+    path = next((row[0] for row in d.tensors if all(row[0] in of for _, of in sides)), None)
+    if path is not None:
+        pairs.append((f"How {path} is sharded", [shards_place(p, colours, of[path]) for p, of in sides]))
     if d.a.topology == d.b.topology and d.a.torus != d.b.torus:
         pairs.append(("Axes on the chips", [torus_picture(p, colours) for p, _ in sides]))
     return "".join(
-        f'<h2>{title}</h2><div class="two"><div><h3>a</h3>{a}</div><div><h3>b</h3>{b}</div></div>'
+        f'<h2>{escape(title)}</h2><div class="two"><div><h3>a</h3>{a}</div><div><h3>b</h3>{b}</div></div>'
         for title, (a, b) in pairs
         if a and b
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from html import escape
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ...errors import UnsupportedError
 from ..console import PLAIN_WIDTH, columns, has_colours, made_console
@@ -61,9 +61,10 @@ class Document:
         return shown_text(self)
 
 
-def shown_text(shown: Any) -> str:
-    """A rich renderable as text for standard output, with its width and colours (:mod:`console`)."""
-    return plain(shown, columns(sys.stdout), has_colours(sys.stdout))
+def shown_text(shown: Any, stream: TextIO | None = None) -> str:
+    """A rich renderable as text for a stream, by default standard output, with its width and colours (:mod:`console`)."""
+    stream = stream or sys.stdout
+    return plain(shown, columns(stream), has_colours(stream))
 
 
 def plain(shown: Any, width: int = PLAIN_WIDTH, colour: bool = False) -> str:

@@ -14,12 +14,10 @@ from typing import Any
 
 from ..compat.jax import function_name
 from ..cost.caching import cached_on_plan
-from ..cost.fusion import Computation, Kernel, line_of
-from ..cost.kernels import computation_of
+from ..cost.fusion import Computation, Kernel
 from ..cost.memory import memory_of
 from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
-from ..dims import format_dims
 from ..hardware.calibration import EFFICIENCIES
 from ..layout import UNSHARDED, Rule, Spec
 from ..plan.collectives import Collective
@@ -32,6 +30,8 @@ from .tables import Cell, number
 DimAxes = tuple[str, tuple[str, ...]]
 """A dim of an array: its name, and the mesh axes that shard it."""
 
+USABLE_FRACTION = 0.85
+"""Fraction of the memory of a device that a search lets the peak of a plan take: the rest is for errors of the estimate."""
 MIN_PADDING_SHARE = 0.01
 """Fraction of the peak memory from which on padding is reported."""
 MIN_LARGE_SHARE = 0.05
@@ -69,6 +69,21 @@ def lowering_text(plan: Plan) -> str:
 def fits(plan: Plan) -> bool | None:
     """Whether the peak memory of the plan fits the memory of a device; None: the chip is not known."""
     return None if plan.chip is None else memory_of(plan).peak <= plan.chip.per_device().hbm
+
+
+def is_tight(plan: Plan) -> bool:
+    """Whether the plan fits, but a search does not let the peak be as large (:data:`USABLE_FRACTION`)."""
+    chip = plan.chip
+    return chip is not None and USABLE_FRACTION < memory_of(plan).peak / chip.per_device().hbm <= 1
+
+
+def inputs_text(plan: Plan) -> str:
+    """``batch 32 × seq 2,048``: the named dims of the integer inputs (of all inputs if there are none), the parameters and the
+    state excluded, with their sizes; "" without such dims."""
+    inputs = [h for h in sorted(plan.inputs, key=lambda h: "batch" not in h.dims) if h.kind is None]
+    integers = [h for h in inputs if "int" in h.dtype]
+    sizes = {name: n for h in integers or inputs for name, n in zip(h.dims, h.shape, strict=True) if name}
+    return " × ".join(f"{name} {n:,}" for name, n in sizes.items())
 
 
 def kernel_seconds(time: Time) -> float:
@@ -413,6 +428,8 @@ def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
 
 
 _TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
+_OF_DIM = {"batch": "data parallel", "expert": "expert parallel", "experts": "expert parallel"}
+_OF_DIM |= dict.fromkeys(_TENSOR_DIMS, "tensor parallel")
 
 
 def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
@@ -424,23 +441,16 @@ def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
     axes_of: dict[str, set[str]] = {}
     for r in earlier:
         axes_of.setdefault(r.dim, set()).update(r.axes)
-    axes = set(rule.axes)
-    tensor_axes = {a for dim in _TENSOR_DIMS for a in axes_of.get(dim, ())}
+    axes, batch_axes = set(rule.axes), axes_of.get("batch", set())
     if not axes:
         return ""
-    if rule.dim == "batch":
-        return "data parallel"
-    if rule.dim in ("expert", "experts"):
-        return "expert parallel"
     if rule.dim == "seq":
-        if axes <= tensor_axes:
+        if axes <= {a for dim in _TENSOR_DIMS for a in axes_of.get(dim, ())}:
             return "sequence parallel"
-        return "" if axes & axes_of.get("batch", set()) else "context parallel"
-    if rule.dim not in (*_TENSOR_DIMS, "embed"):
-        return ""
-    if axes <= axes_of.get("batch", set()):
+        return "" if axes & batch_axes else "context parallel"
+    if rule.dim in (*_TENSOR_DIMS, "embed") and axes <= batch_axes:
         return "ZeRO-1" if rule.scope == "opt" else "FSDP"
-    return "tensor parallel" if rule.dim in _TENSOR_DIMS else ""
+    return _OF_DIM.get(rule.dim, "")
 
 
 def _rule_index(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
@@ -448,43 +458,6 @@ def _rule_index(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: s
     names = name.strip("()").split()  # a merged dim: (heads head_dim)
     candidates = plan.layout.rules_of(names, plan.layout.scopes_of(path, kind))
     return next((k for k in candidates if set(plan.layout.rules[k].axes) & set(axes)), None)
-
-
-# -- values
-
-
-@dataclass(slots=True)
-class LargeValue:
-    """Intermediate values with the same dims, shape and dtype.
-
-    Attributes:
-      kernels: number of kernels that write one.
-      bytes: of one on a device.
-      source: a line of the user's code that creates one.
-    """
-
-    dims: list[DimAxes]
-    shape: tuple[int, ...]
-    dtype: str
-    kernels: int
-    bytes: float
-    source: str
-
-
-def largest_values(plan: Plan, most: int = 12) -> list[LargeValue]:
-    """The largest intermediate values that a device writes to its memory, largest first."""
-    groups: dict[Any, LargeValue] = {}
-    for kernel in kernels_of(computation_of(plan)):
-        for buffer in kernel.writes:
-            v = buffer.value
-            if v.path is not None:
-                continue
-            dims = value_dims(plan, v)
-            key = (format_dims(n for n, _ in dims), v.shape, str(v.aval.dtype))
-            if key not in groups:
-                groups[key] = LargeValue(dims, v.shape, str(v.aval.dtype), 0, buffer.bytes, line_of(v.op))
-            groups[key].kernels += 1
-    return sorted(groups.values(), key=lambda x: -x.bytes)[:most]
 
 
 def kernels_of(computation: Computation) -> Iterator[Kernel]:

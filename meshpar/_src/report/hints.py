@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from ..cost.kernels import computation_of
 from ..cost.memory import memory_of, with_donated
 from ..cost.time import time_of
 from ..dims import format_dims
+from ..hardware.topology import Topology, larger_topologies
 from ..plan.causes import name_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
@@ -20,7 +22,7 @@ from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
-from .facts import fits, grouped, kernels_of, location_of_op
+from .facts import USABLE_FRACTION, fits, global_bytes, grouped, kernels_of, location_of_op
 
 MAX_HINTS = 3
 MIN_SAVED_SHARE = 0.01
@@ -47,12 +49,41 @@ def donation_hint(plan: Plan) -> str | None:
 
 
 def memory_hints(plan: Plan) -> list[str]:
-    """The edits that save memory, in the order to try: donation, also where the plan fits; then rules, rematerialization and
-    microbatches where it does not fit."""
+    """The edits that save memory, in the order to try: donation, also where the plan fits; where it does not fit, more devices if
+    the state alone does not fit, else rules, rematerialization and microbatches."""
     hints = [donation_hint(plan)]
     if fits(plan) is False:
-        hints += [_rule_hint(plan), _activations_hint(plan)]
+        state = _state_hint(plan)
+        hints += [state] if state else [_rule_hint(plan), _activations_hint(plan)]
     return [hint for hint in hints if hint]
+
+
+def topology_for_state(plan: Plan) -> Topology | None:
+    """The smallest topology that holds the parameters and the optimizer state, if the plan's devices do not; None elsewhere."""
+    if plan.chip is None or plan.topology is None:
+        return None
+    usable = USABLE_FRACTION * plan.chip.per_device().hbm
+    if _state_bytes(plan) <= usable * math.prod(plan.sizes.values()):
+        return None
+    return next((t for t in larger_topologies(plan.topology) if _state_bytes(plan) <= usable * t.devices), None)
+
+
+def _state_bytes(plan: Plan) -> float:
+    """Bytes of the full arrays of the parameters and the optimizer state."""
+    return sum(global_bytes(h) for h in plan.inputs if h.kind in ("params", "opt"))
+
+
+def _state_hint(plan: Plan) -> str | None:
+    """The smallest topology for the state, if no layout on the plan's devices fits; None elsewhere."""
+    where = topology_for_state(plan)
+    if where is None or plan.chip is None:
+        return None
+    has = math.prod(plan.sizes.values()) * plan.chip.per_device().hbm
+    return (
+        f"no layout fits: parameters and optimizer state are {format_memory(_state_bytes(plan))}, and {plan.topology} has "
+        f"{format_memory(has)} in all, of which a search allows {100 * USABLE_FRACTION:.0f} %. "
+        f"They fit on {where.devices} devices: {where}"
+    )
 
 
 def attention_hint(plan: Plan) -> str | None:

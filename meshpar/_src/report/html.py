@@ -22,8 +22,8 @@ from .facts import RuleEffect
 from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
 from .sections import sections
-from .tables import GROUP, Cell, Table, code, html_picture, key, number, prose
-from .timeline import slowest_kernel, step_bounds, step_shares
+from .tables import GROUP, Cell, Table, html_picture, key, number, prose
+from .timeline import step_bounds, step_notes, step_shares
 from .torus import TORUS, torus_picture
 
 MAX_OPEN_COLLECTIVES = 12
@@ -83,7 +83,6 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
-        ("Largest intermediate values", _values(plan, colours), ""),
         *((section.title, section.html(), "") for section in sections(plan)),
     ]
     return [section for section in every if section[1]]
@@ -125,6 +124,8 @@ def verdict(plan: Plan) -> str:
     if chip is None or time is None:
         return f'<p class="verdict">Each device needs {format_memory(peak)} and sends {format_bytes(plan.bytes_sent)} a step.</p>'
     does = "<b>Fits</b>" if facts.fits(plan) else '<b class="up">Does not fit</b>'
+    if facts.is_tight(plan):
+        does = f'<b class="tight">Tight</b> (a search allows {100 * facts.USABLE_FRACTION:.0f} % of the memory)'
     shares = step_shares(plan)
     bound = (
         f", bound by <b>{escape(step_bounds(plan)[0][0])}</b>: {escape(', '.join(shares))} of the step"
@@ -143,12 +144,15 @@ def facts_list(plan: Plan) -> str:
     memory = "not given" if chip is None else f"{escape(chip.name)}, {format_memory(chip.per_device().hbm)} per device"
     rows = [
         ("mesh", AxisColours(plan.sizes).sizes(plan.sizes).markup),
+        ("inputs", escape(facts.inputs_text(plan))),
         ("lowering", escape(facts.lowering_text(plan))),
         ("chip", memory),
         ("JAX", escape(jax.__version__)),
         ("layout", f"<code>{escape(facts.layout_text(plan))}</code>"),
     ]
-    return '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows) + "</dl>"
+    return (
+        '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows if of) + "</dl>"
+    )
 
 
 def cards(plan: Plan) -> str:
@@ -158,7 +162,8 @@ def cards(plan: Plan) -> str:
     if chip is not None:
         capacity, over = chip.per_device().hbm, facts.fits(plan) is False
         width = min(100.0, 100 * memory.peak / capacity)
-        meter = f'<div class="meter{" over" * over}"><i style="width:{width:.1f}%"></i></div>'
+        kind = " over" if over else " tight" * facts.is_tight(plan)
+        meter = f'<div class="meter{kind}"><i style="width:{width:.1f}%"></i></div>'
         of = f"of {format_memory(capacity)} of {with_article(chip.name)}, estimated"
         of = f'<span class="up">does not fit</span>: {of}' if over else of
         if facts.padding_text(plan):
@@ -167,13 +172,7 @@ def cards(plan: Plan) -> str:
     if copies := facts.host_copies(plan):
         shown.append(("in the host's memory per device", format_memory(memory.host), memory.host, "", escape(copies)))
     if time is not None:
-        below = (
-            facts.time_bounds(time),
-            facts.blocking_collectives(plan),
-            facts.calibration_text(plan),
-            facts.accuracy_text(plan),
-        )
-        about = escape("; ".join(filter(None, below)))
+        about = escape("; ".join(filter(None, (facts.time_bounds(time), facts.calibration_text(plan)))))
         shown.append(("step time, estimated", format_seconds(time.seconds), time.seconds, "", about))
         bound = f"bound by {escape(step_bounds(plan)[0][0])}" if time.seconds else ""
         shown.append(("of the peak FLOP/s", f"{100 * time.mfu:.0f} %", time.mfu, "", bound))
@@ -201,7 +200,7 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         return ""
     kernels = facts.kernel_seconds(time)
     exposed = time.seconds - kernels
-    by_colour: dict[str, float] = {}
+    by_colour = {colours.of[axis]: 0.0 for axis in plan.sizes}  # in the order of the legend
     for c in plan.collectives:
         kind = colours.first(c.axes)
         by_colour[kind] = by_colour.get(kind, 0.0) + c.total_seconds
@@ -211,14 +210,14 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         ("matmuls alone", time.compute, [("ink", time.compute, "matmuls")]),
         ("memory traffic alone", time.memory, [("ink", time.memory, "memory traffic")]),
         ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
-        ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in by_colour.items()]),
+        ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in by_colour.items() if n]),
     ]
     copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
-    slowest = f'<p class="dim">Slowest kernel: {escape(slowest_kernel(plan))}.</p>'
-    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds) + slowest
+    notes = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in step_notes(plan))}</ul>"
+    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds) + notes
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
@@ -364,19 +363,3 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
             attributes.append(f'data-rules="{rules}" data-cut="{shards_data(first)}"')
     columns = [("dims", ""), ("shape", "more"), ("tensors", "n more"), ("global", "n more"), ("per device", "n")]
     return Table(columns, rows, attributes=attributes).html()
-
-
-def _values(plan: Plan, colours: AxisColours) -> str:
-    """The table of the largest intermediate values, or ""."""
-    rows = [
-        [
-            colours.dims(v.dims),
-            Cell(facts.shape_text(v.dtype, v.shape), css="mono more"),
-            number(str(v.kernels), v.kernels, css="more"),
-            number(format_memory(v.bytes), v.bytes),
-            code(v.source),
-        ]
-        for v in facts.largest_values(plan)
-    ]
-    columns = [("dims", ""), ("shape", "more"), ("kernels that write one", "n more"), ("per device", "n")]
-    return Table([*columns, ("first created at", "")], rows).html() if rows else ""

@@ -59,26 +59,19 @@ class Section:
     Attributes:
       title: the heading in pages.
       head: the first line, in bold; "": none.
-      summary: follows ``head``. The terminal prints it in place of the lines.
-      minor: the terminal leaves the section out.
     """
 
     title: str
     head: str = ""
     lines: Sequence[Line] = ()
-    summary: str = ""
-    minor: bool = False
 
     def terminal(self) -> list[Text]:
         """The lines for rich."""
-        if self.minor:
-            return []
-        head = [Text.assemble((self.head, "bold"), self.summary and f": {self.summary}")] if self.head else []
-        return head + ([] if self.summary else [line.terminal() for line in self.lines])
+        return [Text(self.head, "bold")] * bool(self.head) + [line.terminal() for line in self.lines]
 
     def html(self) -> str:
         """The section without its title."""
-        head = f"<p>{prose(': '.join(filter(None, (self.head, self.summary))))}</p>" if self.head else ""
+        head = f"<p>{prose(self.head)}</p>" if self.head else ""
         lines = "".join(line.html() for line in self.lines)
         return head + (f"<ul>{lines}</ul>" if lines else "")
 
@@ -101,28 +94,26 @@ def redundant(plan: Plan) -> Section:
 
 def arrivals(plan: Plan) -> Section:
     """The arguments that each call reshards before the step."""
-    text = arrivals_text(plan.arrivals) if plan.arrivals else ""
-    return Section("Before the step", text and "before the step", summary=text)
+    lines = [Line("before the step", arrivals_text(plan.arrivals))] if plan.arrivals else []
+    return Section("Before the step", lines=lines)
 
 
 def overlaps(plan: Plan) -> Section:
     """How all-gathers before matmuls and reduce-scatters after them are lowered, and why.
 
-    Its summary is the most frequent reason, if no pair is a ring or a fused kernel. It is minor where the chip is not known, unless
-    the user requested rings.
+    It is empty if no pair is a ring or a fused kernel, unless the user requested them.
     """
     title, colours = "Collective matmuls", AxisColours(plan.sizes)
     names = {"ring": "rings", "pallas": "fused kernels"}
     counts = Counter(names[o.choice] for o in plan.overlaps if o.choice in names)
     chosen = counts.total()
-    if not plan.overlaps:
+    if not plan.overlaps or (not chosen and plan.overlap == "auto"):
         return Section(title)
     as_what = ", ".join(f"{n} {name}" for name, n in counts.items()) if len(counts) > 1 else next(iter(counts), "rings")
     head = f"{chosen} of {len(plan.overlaps)} matmul–collective pairs are lowered as {as_what} (overlap={plan.overlap})"
     gains = [o.gain for o in plan.overlaps if o.gain is not None]
     if chosen and gains:
         head += f", which saves {format_seconds(sum(gains))}"
-    (reason, _), *_ = Counter(o.reason.split(";")[0] for o in plan.overlaps).most_common(1)
 
     def gain_of(group: list[Overlap]) -> float:
         return sum(o.gain or 0.0 for o in group)
@@ -136,8 +127,7 @@ def overlaps(plan: Plan) -> Section:
         saved = f"  saves {format_seconds(gain_of(group))}" if gain_of(group) and o.choice != "xla" else ""
         text = Text.assemble(colours.axes(o.axes).terminal, f"  {calls} × {pair}{saved}: {o.reason}")
         lines.append(Line(f"{o.choice:<6}", text))
-    minor = not chosen and plan.chip is None and plan.overlap == "auto"
-    return Section(title, head, lines, "" if chosen else reason, minor)
+    return Section(title, head, lines)
 
 
 def options(plan: Plan) -> Section:

@@ -194,14 +194,20 @@ class Wrapped:
         return Measurement.get(console, options, text)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line, between = self.head.copy(), "  "
+        line, between, end = self.head.copy(), "  ", ""
         for item in self.items:
-            if line and line.cell_len + len(between) + item.cell_len > options.max_width:
-                yield line.append(between.rstrip())
+            if line and line.cell_len + len(between) + item.cell_len + len(end) > options.max_width:
+                yield from self._broken(line, end, console, options.max_width)
                 line = Text()
             line, between = Text.assemble(line, between if line else "", item), self.separator
-        width = options.max_width
-        first, *others = [line] if line.cell_len <= width else line.wrap(console, width - self.hang)
+            end = self.separator.rstrip()
+        yield from self._broken(line, "", console, options.max_width)
+
+    def _broken(self, line: Text, end: str, console: Console, width: int) -> Iterator[Any]:
+        """A line that ends with a separator; if it is too long, as several lines."""
+        fits = line.cell_len + len(end) <= width
+        first, *others = [line] if fits else line.wrap(console, width - self.hang - len(end))
+        (others or [first])[-1].append(end)
         yield first
         if others:
             yield Padding(Group(*others), (0, 0, 0, self.hang))

@@ -25,17 +25,19 @@ from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
 from .sections import sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
-from .timeline import slowest_kernel, step_shares
+from .timeline import step_notes, step_shares
 
 MAX_COLLECTIVE_ROWS = 8
 MAX_ARGUMENT_ROWS = 7
 """Groups of parameters; of another kind of arguments half as many."""
 BAR_CELLS = 20
 """Columns of a bar."""
-TOO_LARGE = "too large"
-"""In place of ``fits``."""
-MAX_KINDS = 4
-"""Kinds of memory in the summary."""
+TOO_LARGE, TIGHT = "too large", "tight"
+"""In place of ``fits``: the peak exceeds the memory, or the part of it that a search allows."""
+WARNING = "bold yellow"
+"""Style of a plan that is tight."""
+MIN_KIND_SHARE = 0.01
+"""Fraction of the peak of the smallest kind of memory in the summary."""
 MIN_COLLECTIVE_SHARE = 0.01
 """Fraction of the time of all collectives, or of their bytes where no time is estimated, from which on a collective has a row."""
 
@@ -56,8 +58,8 @@ def plan_renderable(plan: Plan) -> Any:
     of = f" of {plan.topology}" * bool(plan.topology)
     devices = Text.assemble(f"{math.prod(plan.sizes.values())} devices{of} (", colours.sizes(plan.sizes).terminal, ")")
     layout, lowering = colours.layout(facts.layout_text(plan)), facts.lowering_text(plan)
-    named = {"plan": devices, "layout": layout, "lowering": Text(lowering)}
-    head: list[Any] = [hanging([(Text(name, "bold"), text) for name, text in named.items()])]
+    named = {"plan": devices, "inputs": Text(facts.inputs_text(plan)), "layout": layout, "lowering": Text(lowering)}
+    head: list[Any] = [hanging([(Text(name, "bold"), text) for name, text in named.items() if text])]
     if facts.fits(plan) is False and plan.chip is not None:
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
         line = f"DOES NOT FIT  each device needs {needs}, and {with_article(plan.chip.name)} has {has}"
@@ -92,18 +94,18 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     def joined(*items: Text | str) -> Wrapped:
         return Wrapped([item if isinstance(item, Text) else Text(item) for item in items], " · ")
 
-    ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])[:MAX_KINDS]
-    large = [(kind, n) for kind, n in ranked if n >= 0.01 * memory.peak]
+    ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
+    large = [(kind, n) for kind, n in ranked if n >= MIN_KIND_SHARE * memory.peak]
     kinds = joined(*(Text.assemble((kind, ROLE_STYLES[kind]), f" {format_memory(n)}") for kind, n in large))
     needs = format_memory(memory.peak)
     if chip is None:
         rows.append(("needs", needs, Text(), kinds))
     else:
-        capacity = chip.per_device().hbm
-        bar = memory_bar(memory.peak, capacity)
-        rows.append(
-            ("fits" if memory.peak <= capacity else TOO_LARGE, f"{needs} of {format_memory(capacity)}", bar, kinds)
-        )
+        capacity, label = chip.per_device().hbm, "fits" if facts.fits(plan) else TOO_LARGE
+        if facts.is_tight(plan):
+            label = TIGHT
+            kinds = joined(Text(f"a search allows {100 * facts.USABLE_FRACTION:.0f} %", WARNING), *kinds.items)
+        rows.append((label, f"{needs} of {format_memory(capacity)}", memory_bar(memory.peak, capacity), kinds))
     if time is not None:
         kernels = facts.kernel_seconds(time)
         waits = time.seconds - kernels
@@ -133,7 +135,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     for label, value, bar, rest in rows:
         head = Text.assemble((f"{value:<{width}}", "bold"), "  " * bool(bar), bar)
         shown = replace(rest, head=head) if value else Text().join(rest.items)
-        lines.append((Text(f"  {label}", "bold red" if label == TOO_LARGE else ""), shown))
+        lines.append((Text(f"  {label}", {TOO_LARGE: "bold red", TIGHT: WARNING}.get(label, "")), shown))
     return hanging(lines)
 
 
@@ -167,44 +169,32 @@ def _arguments(plan: Plan, colours: AxisColours) -> Any:
 
 
 def _costs(plan: Plan) -> list[Text]:
-    """Peak memory by kind; the estimated time, its bounds, its parts, and the slowest kernel."""
+    """The peak of memory and the estimated time, each with the notes about it."""
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
+    of = "" if chip is None else f" of the {format_memory(chip.per_device().hbm)} of {with_article(chip.name)}"
     at = f", at {memory.peak_source}" if memory.peak_source else ""
-    ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
-    kinds = ", ".join(f"{kind} {format_memory(n)}" for kind, n in ranked if n >= 1e-3 * memory.peak)
-    of, largest = "", ""
-    if chip is not None:
-        of = f" of the {format_memory(chip.per_device().hbm)} of {with_article(chip.name)}"
-        largest = facts.largest_text(plan)
-    need = f"each device needs {format_memory(memory.peak)}"
-    out = [Text.assemble((need, "bold"), f"{of} at the peak{at}"), Text(f"    {kinds}", "dim")]
+    out = [Text.assemble((f"each device needs {format_memory(memory.peak)}", "bold"), f"{of} at the peak{at}")]
     copies = facts.host_copies(plan)
     host = f"host: {format_memory(memory.host)} in the host's memory for each device; {copies}" if copies else ""
-    details = ((largest, "dim"), (facts.padding_text(plan), ""), (host, ""))
-    out += [Text(f"    {line}", style=style) for line, style in details if line]
+    notes = filter(None, (facts.largest_text(plan), facts.padding_text(plan), host))
+    out += [Text(f"    {note}", "dim") for note in notes]
     if time is not None and chip is not None:
         takes = f"a step takes {'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
         on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
-        out.append(Text.assemble((takes, "bold"), on))
-        details = (
-            f"if nothing overlaps: {facts.parts_text(time)}",
-            f"slowest kernel: {slowest_kernel(plan)}",
-            facts.blocking_collectives(plan),
-            facts.calibration_text(plan),
-            facts.accuracy_text(plan),
-        )
-        out += [Text(f"    {line}", style="dim") for line in details if line]
+        out += [Text.assemble((takes, "bold"), on), *(Text(f"    {note}", "dim") for note in step_notes(plan))]
     if decoding := decoding_of(plan):
         out.append(Text.assemble(("decoding ", "bold"), str(decoding)))
     return out
 
 
 def memory_bar(peak: float, capacity: float) -> Text:
-    """``[███░░░░░░░] 31 %`` of the memory of a device; red where the peak exceeds the capacity. Both are bytes."""
-    filled = min(BAR_CELLS, max(1, round(BAR_CELLS * peak / capacity)))
-    style = "bold red" if peak > capacity else PALETTE[0]
+    """``[███░░░░░░░] 31 %`` of the memory of a device; red where the peak exceeds the capacity, yellow above the part that a search
+    allows. Both are bytes."""
+    part = peak / capacity
+    style = "bold red" if part > 1 else WARNING if part > facts.USABLE_FRACTION else PALETTE[0]
+    filled = min(BAR_CELLS, max(1, round(BAR_CELLS * part)))
     empty = "░" * (BAR_CELLS - filled)
-    return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * peak / capacity:.0f} %", style))
+    return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * part:.0f} %", style))
 
 
 def collectives_block(

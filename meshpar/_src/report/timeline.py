@@ -237,6 +237,20 @@ def slowest_kernel(plan: Plan) -> str:
     return f"{name}{place}, {format_seconds(seconds)} in {runs}, {share}, bound by {_unit(group[0])}"
 
 
+def step_notes(plan: Plan) -> list[str]:
+    """The notes of a report about the estimate of a step: its parts, the slowest kernel, synchronous collectives, how exact it is;
+    empty without a chip."""
+    time, slowest = time_of(plan), slowest_kernel(plan)
+    notes = (
+        f"if nothing overlaps: {facts.parts_text(time)}" if time else "",
+        f"slowest kernel: {slowest}" * bool(slowest),
+        facts.blocking_collectives(plan),
+        facts.calibration_text(plan),
+        facts.accuracy_text(plan),
+    )
+    return [note for note in notes if note]
+
+
 def step_shares(plan: Plan) -> list[str]:
     """``"matmuls 68 %"`` for each of :func:`step_bounds` from :data:`MIN_SHARE` of the step on, longest first."""
     bounds = step_bounds(plan)

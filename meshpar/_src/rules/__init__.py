@@ -44,7 +44,7 @@ from . import (
     sort,
     window,
 )
-from .local import check_local, refusal, run_elementwise, run_local
+from .local import check_local, refusal, run_local
 from .registry import PRIMITIVES, Primitive, bodies, having, primitive, separated
 from .rule import OpRule, no_rule
 

@@ -30,7 +30,7 @@ def cumulative(eqn, ins, outs) -> OpRule:
     axis = eqn.params["axis"]
     r = one_shape(ins, outs, exchange_kind(eqn), (axis,))
 
-    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+    def sends(shapes: Sequence[tuple[int, ...]], *_: Any) -> list[Send]:
         total = (*shapes[0][:axis], 1, *shapes[0][axis + 1 :])
         return [Send("all-gather", r.ins[0][axis], total, eqn.outvars[0].aval.dtype, "the total of every shard")]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -125,14 +124,23 @@ def halo_exchange(block: int, starts: tuple[int, ...], length: int) -> HaloExcha
         return PermuteStep(tuple(pairs), size, tuple(sent_from), tuple(offsets))
 
     own = step([(p, p) for p in range(shards) if (p, p) in slices])
-    edges = sorted((edge for edge in slices if edge[0] != edge[1]), key=lambda e: (e[0] - e[1], e))
-    by_distance = [list(pairs) for _, pairs in itertools.groupby(edges, lambda e: e[0] - e[1])]
-    steps = tuple(map(step, by_distance))
-    max_partners = max((n for side in (0, 1) for n in Counter(e[side] for e in edges).values()), default=0)
-    if len(by_distance) > max_partners:
-        steps = min(steps, tuple(map(step, edge_coloring(edges))), key=lambda some: sum(s.length for s in some))
+    lengths = {(s, t): last - first for (s, t), (first, last) in slices.items() if s != t}
+    steps = tuple(map(step, cheapest_permutes(lengths, lambda e: e[0] - e[1])))
     gather = bool(steps) and sum(s.length for s in steps) >= (shards - 1) * block
     return HaloExchange(block, starts, length, own, steps, gather)
+
+
+def cheapest_permutes(lengths: Mapping[Edge, int], distance: Callable[[Edge], int]) -> list[list[Edge]]:
+    """The (source, target) pairs of the collective permutes that send the fewest elements: one permute per distance, or the
+    fewest permutes.
+
+    Args:
+      lengths: pair → number of elements that the target needs; every source of a permute sends as many as the longest.
+    """
+    edges = sorted(lengths)
+    by_distance = grouped((distance(edge), edge) for edge in edges)
+    choices = [by_distance[d] for d in sorted(by_distance)], edge_coloring(edges)
+    return min(choices, key=lambda permutes: sum(max(lengths[e] for e in pairs) for pairs in permutes))
 
 
 def edge_coloring(edges: Sequence[Edge]) -> list[list[Edge]]:

@@ -216,11 +216,6 @@ def _local_scatter(op: LocalOp, operand: Any, indices: Any, updates: Any) -> lis
     return [jnp.where(write.reshape(()), out, operand) if one and applied else out]
 
 
-def adds_rows(eqn: JaxprEqn) -> bool:
-    """Whether a scatter adds to rows, or subtracts from them."""
-    return _SCATTER_KINDS.get(eqn.primitive.name) == "sum"
-
-
 def applies_function(eqn: JaxprEqn) -> bool:
     """Whether a scatter writes a user's function of the elements, as ``x.at[i].apply(f)``: no update is without effect."""
     return eqn.primitive.name == "scatter" and eqn.params["update_jaxpr"] is not None

@@ -6,13 +6,12 @@ import math
 from functools import partial
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 
 from .local import LocalOp, on_shards
 from .registry import always, register
 from .rule import OpRule, leading
-from .spmd import Grid, axis_index
+from .spmd import Grid
 
 
 def _batched(eqn, ins, outs, core: int) -> OpRule:
@@ -21,31 +20,10 @@ def _batched(eqn, ins, outs, core: int) -> OpRule:
     return leading(ins, outs, len(ins[0]) - core)
 
 
-_OF_MATRICES = (
-    "cholesky eigh eig lu qr svd householder_product geqrf schur hessenberg tridiagonal geqp3 ormqr cholesky_update"
-)
+_OF_MATRICES = """cholesky eigh eig lu qr svd householder_product geqrf schur hessenberg tridiagonal geqp3 ormqr
+    cholesky_update symmetric_product"""
 register(*_OF_MATRICES.split(), rule=partial(_batched, core=2), local=on_shards)
 register("tridiagonal_solve", "lu_pivots_to_permutation", rule=partial(_batched, core=1), local=on_shards)
-
-
-def symmetric_product(eqn, ins, outs) -> OpRule:
-    """The rule of ``symmetric_product``, ``alpha a aᵀ + beta c``: batch dims pass through, columns of ``a`` are
-    contracted, and other dims need replication."""
-    *batch, n, k = ins[0]
-    r = OpRule()
-    lead, (rows, columns) = r.factors(batch), r.factors((n, n), "need_replication")
-    r.ins = [(*lead, rows, (r.factor(k, "sum"),)), (*lead, rows, columns)]
-    r.outs = [r.ins[1]]
-    return r
-
-
-def _local_symmetric_product(op: LocalOp, a: Any, c: Any) -> list[Any]:
-    """The product of this device's columns; only device 0 adds ``c`` to it."""
-    axes = op.axes_of(op.rule.ins[0][-1])
-    return op.run(a, jnp.where(axis_index(axes) == 0, c, jnp.zeros((), c.dtype)) if axes else c)
-
-
-register("symmetric_product", rule=symmetric_product, local=_local_symmetric_product)
 
 
 def triangular_solve(eqn, ins, outs) -> OpRule:

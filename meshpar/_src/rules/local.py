@@ -39,19 +39,11 @@ class AnyOp(Protocol):
     outs: list[Any]
 
 
-def run_elementwise(op: AnyOp, xs: Sequence[Any]) -> list[Any]:
-    """The shards of an elementwise op's results, from operands that are split alike."""
-    entry = primitive(op.name)
-    if entry.local is not None:
-        return entry.local(op, *xs)
-    return bind(op.eqn, xs, plain_params(op.eqn.params))
-
-
 def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[Any]:
     """One device's shards of an op's results, inside a ``shard_map``.
 
     Args:
-      op: an op that has a factor rule, and that :func:`refusal` admits.
+      op: an elementwise op, whose operands are split alike, or one with a factor rule that :func:`refusal` admits.
       axes: the axes over which every factor of the rule is split.
       xs: the shards of the operands.
       sizes: axis sizes; a :class:`~rules.spmd.Grid` for a factored mesh.
@@ -61,7 +53,9 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
 
     """
     form = primitive(op.name).local
-    return bind(op.eqn, xs, plain_params(op.eqn.params)) if form is None else form(LocalOp(op, axes, sizes), *xs)
+    if form is None:
+        return bind(op.eqn, xs, plain_params(op.eqn.params))
+    return form(op if op.rule is None else LocalOp(op, axes, sizes), *xs)
 
 
 def check_local(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> None:

@@ -22,7 +22,7 @@ from .spmd import Send, Sizes, axis_index, fine_names
 
 
 def mapped(eqn: JaxprEqn, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]) -> OpRule:
-    """The rule of a ``shard_map``: every dim of an operand or result is a factor, split by the specs; ``sends_over``
+    """The rule of a ``shard_map``: every dim of an operand or result is a factor, split by the specs; ``sends``
     lists the collectives of the body."""
     r, given = OpRule(), []
 
@@ -33,7 +33,7 @@ def mapped(eqn: JaxprEqn, ins: list[tuple[int, ...]], outs: list[tuple[int, ...]
     r.ins = [factors(s, spec) for s, spec in zip(ins, eqn.params["in_specs"], strict=True)]
     r.outs = [factors(s, spec) for s, spec in zip(outs, eqn.params["out_specs"], strict=True)]
     r.given = given
-    r.sends_over = lambda shapes, axes, sizes: list(_collectives(eqn.params["jaxpr"], 1))
+    r.sends = lambda shapes, axes, sizes: list(_collectives(eqn.params["jaxpr"], 1))
     return r
 
 
@@ -66,8 +66,8 @@ def _dims_of(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(a for a in _all_axes(eqn) if not isinstance(a, str))
 
 
-def _collectives(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[str, ...]]]:
-    """(collective, its axes) for all collectives of a jaxpr and its bodies, including all branches.
+def _collectives(jaxpr: Any, times: int | None) -> Iterator[Send]:
+    """All collectives of a jaxpr and its bodies, including all branches.
 
     Args:
       times: how often the jaxpr runs; None if that is unknown, as for a ``while`` body.
@@ -77,8 +77,7 @@ def _collectives(jaxpr: Any, times: int | None) -> Iterator[tuple[Send, tuple[st
         if name in _SENDS:
             for var in eqn.invars[: 1 if name == "ragged_all_to_all" else None]:
                 shape = tuple(n for i, n in enumerate(var.aval.shape) if i not in _dims_of(eqn))
-                send = Send(_SENDS[name], (), shape, var.aval.dtype, f"{name} in its body", times)
-                yield send, _axes_of(eqn)
+                yield Send(_SENDS[name], (), shape, var.aval.dtype, f"{name} in its body", times, _axes_of(eqn))
         trip_count = None if name == "while" else eqn.params["length"] if name == "scan" else 1
         body_times = None if times is None or trip_count is None else times * trip_count
         for body in bodies(eqn):

@@ -14,7 +14,7 @@ from jax.extend.random import threefry2x32_p
 from ..compat.jax import key_impl
 from .local import LocalOp, on_shards
 from .registry import register
-from .rule import OpRule, independent_of_data, leading
+from .rule import OpRule, independent_of_data, leading, replicated
 
 
 def keys(eqn, ins, outs) -> OpRule:
@@ -71,38 +71,10 @@ register("random_bits", rule=independent_of_data, local=_local_random_bits, fami
 
 
 def random_gamma(eqn, ins, outs) -> OpRule:
-    """The rule of ``random_gamma``: all dims pass through, since each element is drawn with its own parameter, and an
-    array of keys has the leading dims."""
-    r = OpRule()
-    dims = r.factors(outs[0])
-    return r.maps([dims[: len(ins[0])], dims], [dims])
+    """The rule of ``random_gamma``: dims of an array of keys pass through. The other dims need replication, since a draw depends on
+    the index of the element in the array."""
+    return leading(ins, outs, len(ins[0]))
 
 
-def _local_random_gamma(op: LocalOp, key: Any, a: Any) -> list[Any]:
-    """This device's shard of the draws for the unsharded array, which depend on the key and the index in that array.
-
-    All of the array is drawn, with parameters 1 outside the shard, and sliced.
-    """
-    full_shape = (*a.shape[: key.ndim], *op.eqn.outvars[0].aval.shape[key.ndim :])
-    if a.shape == full_shape:
-        return op.run(key, a)
-    dims = op.rule.outs[0]
-    start = [
-        op.offset(f, n) if d >= key.ndim else np.int32(0) for d, (f, n) in enumerate(zip(dims, a.shape, strict=True))
-    ]
-    (x,) = op.run(key, lax.dynamic_update_slice(jnp.ones(full_shape, a.dtype), a, start))
-    return [lax.dynamic_slice(x, start, a.shape)]
-
-
-register("random_gamma", rule=random_gamma, local=_local_random_gamma)
-
-
-def rng_bit_generator(eqn, ins, outs) -> OpRule:
-    """The rule of ``rng_bit_generator``: all dims need replication, since the bits of an element depend on the shape
-    that is generated."""
-    r = OpRule()
-    key = r.factors(ins[0], "need_replication")
-    return r.maps([key], [key, r.factors(outs[1], "need_replication")])
-
-
-register("rng_bit_generator", rule=rng_bit_generator, local=on_shards, family="random")
+register("random_gamma", rule=random_gamma, local=on_shards)
+register("rng_bit_generator", rule=replicated, local=on_shards, family="random")  # its bits depend on the shape

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..iterables import grouped
-from .halo import edge_coloring
+from .halo import cheapest_permutes
 from .local import LocalOp
 from .registry import register
 from .rule import NameLink, OpRule, exchange_kind
@@ -200,9 +201,7 @@ def exchange(size: int, shards: int, runs: Runs) -> Exchange:
     table, block = table_of(runs).reshape(shards, -1), size // shards
     taken_by = [(target, e) for target, row in enumerate(table) for e in np.unique(row[row >= 0]).tolist()]
     need = grouped(((e // block, target), e % block) for target, e in taken_by if e // block != target)
-    by_distance = [[e for e in sorted(need) if (e[0] - e[1]) % shards == k] for k in range(1, shards)]
-    choices = [[pairs for pairs in by_distance if pairs], edge_coloring(sorted(need))]
-    chosen = min(choices, key=lambda rounds: sum(max(len(need[e]) for e in pairs) for pairs in rounds))
+    chosen = cheapest_permutes({e: len(elements) for e, elements in need.items()}, lambda e: (e[0] - e[1]) % shards)
     rounds = tuple(_round(edges, need, shards) for edges in chosen)
     if rounds and sum(r.length for r in rounds) >= (shards - 1) * block:
         return Exchange((), tuple(map(tuple, table.tolist())), True)
@@ -269,8 +268,10 @@ def rearranged(eqn, ins, outs) -> OpRule:
     if kind == "permutation":
         r.sharded_like.append((source, made))
 
-    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
-        by = exchange(ins[0][dim], shard_counts[source], runs)
+    def sends(
+        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> list[Send]:
+        by = exchange(ins[0][dim], math.prod(sizes[a] for a in axes[source]), runs)
         lengths = None if by.gather else [step.length for step in by.rounds]
         return exchange_sends(shapes[0], dim, source, eqn.invars[0].aval.dtype, lengths, "elements of other shards")
 

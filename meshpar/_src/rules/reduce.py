@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +13,7 @@ from ..compat.jax import bind
 from .local import LocalOp, on_shards
 from .partial import MOVES, along
 from .registry import SplitOp, register
-from .rule import Kind, OpRule, exchange_kind, no_rule, same_dims
-from .spmd import Send
+from .rule import Kind, OpRule, same_dims
 
 _KINDS: tuple[Kind, ...] = ("sum", "max", "min", "prod", "and", "or")
 REDUCTION_KINDS: dict[str, Kind] = {f"reduce_{kind}": kind for kind in _KINDS}
@@ -84,9 +81,7 @@ def positional(eqn, ins, outs) -> OpRule:
     axes = [a for a in eqn.params["axes"] if isinstance(a, int)]
     if not axes and eqn.params["axes"]:  # in the body of a shard_map, or over the axis of a vmap around the step
         return same_dims(eqn, ins, outs)
-    if eqn.params["axis_index_groups"] is not None:
-        return no_rule(ins, outs)
-    r = OpRule(strong=not axes, pairwise=True)
+    r = OpRule(strong=not axes)
     operands = [r.factors(shape, _POSITIONAL[eqn.primitive.name], axes) for shape in ins]
     return r.maps(operands, [tuple(d for i, d in enumerate(dims) if i not in axes) for dims in operands])
 
@@ -108,37 +103,11 @@ for _name, _kind in _POSITIONAL.items():
 
 
 def reduce_general(eqn, ins, outs) -> OpRule:
-    """The rule of ``reduce``: a reduction by the user's own computation; the reduced dims need replication."""
-    n = len(ins) // 2
-    r = reduced_dims(ins[:1], eqn.params["dimensions"], "need_replication")
-    return r.maps(r.ins * n + [()] * n, r.outs * n)
+    """The rule of ``reduce``, a reduction by the user's own computation, and of ``reduce_xor``, of which XLA has no
+    all-reduce: the reduced dims need replication."""
+    axes, n = eqn.params["dimensions" if eqn.primitive.name == "reduce" else "axes"], len(outs)
+    r = reduced_dims(ins[:1], axes, "need_replication")
+    return r.maps(r.ins * n + [()] * (len(ins) - n), r.outs * n)
 
 
-register("reduce", rule=reduce_general, local=on_shards)
-
-
-def reduce_xor(eqn, ins, outs) -> OpRule:
-    """The rule of ``reduce_xor``: each device reduces its shard, and combines the all-gathered results: XLA has no
-    all-reduce of xor."""
-    r = reduced_dims(ins, eqn.params["axes"], exchange_kind(eqn))
-    split, dtype = [r.ins[0][a][0] for a in eqn.params["axes"]], eqn.invars[0].aval.dtype
-
-    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
-        shape = tuple(n for i, n in enumerate(shapes[0]) if i not in eqn.params["axes"])
-        return [Send("all-gather", tuple(split), shape, dtype, "the result of every shard")]
-
-    r.sends = sends
-    return r
-
-
-def _local_reduce_xor(op: LocalOp, x: Any) -> list[Any]:
-    """The xor of all shards' results, by one all-gather."""
-    axes = op.axes_of(tuple(f for a in op.params["axes"] for f in op.rule.ins[0][a]))
-    (local,) = op.run(x)
-    if not axes:
-        return [local]
-    results = lax.all_gather(local, axes, axis=0)
-    return [functools.reduce(jnp.bitwise_xor, [results[k] for k in range(results.shape[0])])]
-
-
-register("reduce_xor", rule=reduce_xor, local=_local_reduce_xor, family="reduction", manual=_is_bitwise)
+register("reduce", "reduce_xor", rule=reduce_general, local=on_shards)

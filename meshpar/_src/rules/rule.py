@@ -37,13 +37,8 @@ REDUCTIONS: frozenset[Kind] = frozenset({"sum", "max", "min", "prod", "and", "or
 ADDED: frozenset[Kind] = frozenset({"sum", "indexed"})
 """The kinds of partial values that an addition completes, and thus also a reduce-scatter."""
 
-Sends = Callable[[Sequence[tuple[int, ...]], Sequence[int]], list[Send]]
-"""(shapes of the operands' shards, number of shards of every factor) → the collectives that the local form makes."""
-
-SendsOver = Callable[
-    [Sequence[tuple[int, ...]], Sequence[tuple[str, ...]], Mapping[str, int]], list[tuple[Send, tuple[str, ...]]]
-]
-"""(shapes of the operands' shards, axes of every factor, axis sizes) → (collective, the axes that it runs over) pairs."""
+Sends = Callable[[Sequence[tuple[int, ...]], Sequence[tuple[str, ...]], Mapping[str, int]], list[Send]]
+"""(shapes of the operands' shards, axes of every factor, axis sizes) → the collectives that the local form makes."""
 
 
 class NameLink(NamedTuple):
@@ -75,10 +70,8 @@ class OpRule:
       known: False: the op has no rule, and its operands are all-gathered.
       sharded_like: (leader, follower) pairs: the follower is split as the leader is (input and output rows of a convolution).
       sends: the collectives of the local form if permutation factors are split.
-      sends_over: takes the place of ``sends`` if they depend on the axes that factors share.
       windows: (operand, dim) → a function from the number of shards of the dim to the window that each device reads.
       given: the axes of every factor, if the op specifies them, as a ``shard_map`` does; None: the plan assigns them.
-      pairwise: result k is computed from operand k alone, which shares no factor with the others.
       permutation_partial: a result without a permutation factor is a partial sum over it (cotangents), not complete.
     """
 
@@ -91,11 +84,9 @@ class OpRule:
     known: bool = True
     sharded_like: list[tuple[int, int]] = field(default_factory=list)
     sends: Sends | None = None
-    sends_over: SendsOver | None = None
     windows: dict[tuple[int, int], Callable[[int], ShardWindow]] = field(default_factory=dict)
     given: list[tuple[str, ...]] | None = None
     permutation_partial: bool = False
-    pairwise: bool = False
 
     def factor(self, size: int, kind: Kind = "pass_through") -> int:
         """Add a factor, and return its index."""
@@ -122,9 +113,8 @@ class OpRule:
     def partial_factors(self, k: int) -> list[int]:
         """The factors over whose axes result k is partial: reductions, and pass-through factors that only this result lacks."""
         own = {f for dim in self.outs[k] for f in dim}
-        read = sorted({f for dim in self.ins[k] for f in dim}) if self.pairwise else range(len(self.kinds))
         kinds = {*REDUCTIONS, "pass_through", *(("permutation",) if self.permutation_partial else ())}
-        return [f for f in read if f not in own and self.kinds[f] in kinds]
+        return [f for f, kind in enumerate(self.kinds) if f not in own and kind in kinds]
 
 
 RuleFn = Callable[[Any, list[tuple[int, ...]], list[tuple[int, ...]]], OpRule]
@@ -180,7 +170,7 @@ def independent_of_data(
 def same_dims(eqn: JaxprEqn, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
     """The rule of a collective in the body of a ``shard_map``: result k has the dims of operand k, except for the dims
     that change in size; results of another rank share no dim."""
-    r = OpRule(pairwise=True)
+    r = OpRule()
     r.ins = [r.factors(s) for s in in_shapes]
     for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
         if len(a) == len(b):
@@ -214,19 +204,16 @@ def with_halo_sends(r: OpRule, eqn: Any, why: str, alike: bool = False) -> OpRul
         exchanges of further dims are equal if the exchanges of all dims before are.
     """
 
-    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
-        """The collectives of the exchanges of all operands.
-
-        Args:
-          shapes: of each operand's shard.
-          shard_counts: for each factor, the number of its shards.
-        """
+    def sends(
+        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> list[Send]:
+        """The collectives of the exchanges of all operands."""
         collectives = []
         for i, local_shape in enumerate(shapes):
             shape, done = list(local_shape), ()
             for factor, dim, window in r.windows_of(i):
-                if shard_counts[factor] > 1:
-                    exchange, before = (read := window(shard_counts[factor])).exchange, read.before
+                if (shards := math.prod(sizes[a] for a in axes[factor])) > 1:
+                    exchange, before = (read := window(shards)).exchange, read.before
                     sends = exchange.sends(shape, dim, factor, np.dtype(eqn.invars[i].aval.dtype), why)
                     if done is not None:
                         sends = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -346,8 +347,11 @@ def split(eqn, ins, outs) -> OpRule:
     r.ins = [operand]
     dtype = np.dtype(eqn.invars[0].aval.dtype)
 
-    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
-        windows, why = _split_windows(eqn.params["sizes"], shard_counts[factor]), "elements of other shards"
+    def sends(
+        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+    ) -> list[Send]:
+        windows = _split_windows(eqn.params["sizes"], math.prod(sizes[a] for a in axes[factor]))
+        why = "elements of other shards"
         return [s for w in windows for s in w.exchange.sends(shapes[0], axis, factor, dtype, why)]
 
     r.sends = sends

@@ -51,7 +51,7 @@ def _gather_candidates(r: OpRule, axis: int, k: int, dtype, index, why: str) -> 
         return
     dtype, index = np.dtype(dtype), np.dtype(index)
 
-    def sends(shapes: Sequence[tuple[int, ...]], shard_counts: Sequence[int]) -> list[Send]:
+    def sends(shapes: Sequence[tuple[int, ...]], *_: Any) -> list[Send]:
         """The two all-gathers (values, indices) of the candidates of a shard of ``shapes[0]``, or one all-gather of all
         its values."""
         (shape,) = shapes

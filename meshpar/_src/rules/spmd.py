@@ -34,6 +34,7 @@ class Send:
       shape, dtype: of a device's operand.
       why: its purpose, in a few words, for the plan.
       times: how often the op makes it; None if that is unknown.
+      axes: the mesh axes that it runs over; None: all axes of ``factors``.
       content: (index of an operand, key of its elements that are sent): of two ops with the same operand and content, the second
         one uses the elements that the first one has received. None: it is sent in any case.
     """
@@ -44,6 +45,7 @@ class Send:
     dtype: Any
     why: str
     times: int | None = 1
+    axes: tuple[str, ...] | None = None
     content: tuple[int, Hashable] | None = None
 
 

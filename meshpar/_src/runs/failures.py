@@ -1,6 +1,6 @@
 """The time of a job whose chips fail: its expectation, the save interval that minimises it, and simulated runs.
 
-The model is that of Young (A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974) and Daly (A higher
+The model is from Young (A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974) and Daly (A higher
 order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006): failures are a Poisson process, and each one
 returns the job to its last complete checkpoint. A checkpoint blocks the job while it is copied to host memory, and is complete when
 it has been written in the background; Young's and Daly's jobs are those with ``write=0``.
@@ -8,6 +8,7 @@ it has been written in the background; Young's and Daly's jobs are those with ``
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass
 
@@ -100,12 +101,9 @@ class Job:
 
     def longest_interval(self, more: float) -> int:
         """The largest number of steps between saves whose expected time is at most ``1 + more`` times the least."""
-        low, high = self.best_interval(), self.steps
-        most = (1 + more) * self.expected(low)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.expected(middle) <= most else (low, middle - 1)
-        return low
+        best = self.best_interval()
+        most = (1 + more) * self.expected(best)
+        return best - 1 + bisect.bisect(range(best, self.steps + 1), most, key=self.expected)
 
     def simulate(self, every: int, runs: int, seed: int = 0) -> Outcome:
         """Run the job ``runs`` times with random failures.

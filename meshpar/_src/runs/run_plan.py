@@ -208,7 +208,7 @@ class RunPlan(Document):
 
     @property
     def cheapest(self) -> RunRow | None:
-        """The row of the lowest cost, of those that fit and have a price; None: there is none."""
+        """The row of the lowest cost, of those that fit and have a price; None: no row has a price."""
         with_cost = [(row.cost.median, k) for k, row in enumerate(self.rows) if row.cost is not None and row.fits]
         return self.rows[min(with_cost)[1]] if with_cost else None
 
@@ -232,7 +232,9 @@ class RunPlan(Document):
         o, sources = self.options, self._sources()
         values = format_duration(o.restart), format_duration(o.compile_time), format_seconds(self.best.job.save)
         texts = f"{o.mtbf / 3600:,.0f} h", *values, f"{format_bytes(o.bandwidth)}/s"
-        return [(k.replace("_", " "), f"{text}: {sources[k]}") for k, text in zip(SOURCES, texts, strict=True)]
+        prices = ", ".join(f"{price:g} for an hour of a {chip}" for chip, price in o.price.items())
+        out = [(k.replace("_", " "), f"{text}: {sources[k]}") for k, text in zip(SOURCES, texts, strict=True)]
+        return out + [("price", f"{prices}: given; costs are in the same currency")] * bool(prices)
 
     def _tables(self) -> list[Table]:
         """Days, goodput and cost of each topology; where the time goes; and saves, restarts and copies in memory."""
@@ -242,24 +244,23 @@ class RunPlan(Document):
             Cell(t, terminal=Text(t, "bold" * (several and r == self.best)))
             for t, r in zip(texts, self.rows, strict=True)
         ]
-        tables = zip(*(_cells(row, with_cost) for row in self.rows), strict=True)
+        cells = [_cells(row, with_cost) for row in self.rows]
         return [
             Table(
-                [("topology", "word"), *((head, "n") for head in rows[0])],
-                [[name, *row.values()] for name, row in zip(names, rows, strict=True)],
+                [("topology", "word"), *((head, "n") for head in of)],
+                [[name, *row[title].values()] for name, row in zip(names, cells, strict=True)],
                 title,
             )
-            for title, rows in zip(
-                ("", "Where the time goes", "Saves and restarts", "Copies in memory"), tables, strict=True
-            )
+            for title, of in cells[0].items()
         ]
 
     def _verdict(self) -> str:
         """The topology of the shortest run, and the cheapest one; then those that do not fit."""
         best, cheapest = self.best, self.cheapest
         cost = f", cost {format_count(best.cost.median)}" if best.cost else ""
-        every = format_duration(best.save_seconds[0])
-        lines = [f"{best.where}: {best.days.median:,.1f} days{cost}, with a save every {every}"] if best.fits else []
+        shortest, every = map(format_duration, best.save_seconds)
+        save = f"save every {every} (at most {100 * MAX_SAVE_LOSS:.0f} % longer than every {shortest})"
+        lines = [f"{best.where}: {best.days.median:,.1f} days{cost}; {save}"] if best.fits else []
         if cheapest is not None and cheapest != best and cheapest.cost:
             lines.append(f"the cheapest is {cheapest.where}: {format_count(cheapest.cost.median)}")
         return "; ".join([*lines, *(f"{r.where} does not fit into memory" for r in self.rows if not r.fits)])
@@ -278,7 +279,7 @@ class RunPlan(Document):
         head = f"<code>{escape(self._meshes)}</code><br><code>{escape(self.rows[0].layout)}</code>"
         return (
             f'<h1>{escape(self._title())}</h1><p>{head}</p><p class="verdict">{escape(self._verdict())}</p>'
-            f"{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
+            f"<h2>{runs.title}</h2>{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
             f"<h2>{saves.title}</h2>{saves.html()}<h2>{copies.title}</h2>{copies.html()}<h2>Parameters</h2>{parameters.html()}"
         )
 
@@ -294,8 +295,8 @@ class RunPlan(Document):
         return f"<RunPlan of {self._title()}: {self._verdict()}>"
 
 
-def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
-    """Heading → cell, in each of the four tables of a report; with a cost if ``with_cost``."""
+def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
+    """Title of a table of the report → heading → cell; with a cost if ``with_cost``."""
 
     def cell(form: Callable[[float], str], value: float) -> Cell:
         return number(form(value), value)
@@ -313,19 +314,23 @@ def _cells(r: RunRow, with_cost: bool) -> tuple[dict[str, Cell], ...]:
     if with_cost:
         run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
     every, at_most = r.save_seconds
-    saves = {
-        "save every": cell(format_duration, every),
-        "+1 %: every": cell(format_duration, at_most),
-        "checkpoint": cell(format_memory, r.checkpoint_bytes),
-        "a restart": cell(format_duration, r.job.restart),
+    return {
+        "Medians of the simulated runs": run,
+        "Where the time goes, on average": {
+            name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)
+        },
+        "Saves and restarts": {
+            f"save every (+{100 * MAX_SAVE_LOSS:.0f} %)": cell(format_duration, at_most),
+            "shortest run": cell(format_duration, every),
+            "checkpoint": cell(format_memory, r.checkpoint_bytes),
+            "a restart": cell(format_duration, r.job.restart),
+        },
+        "Copies in memory": {
+            "worth it": Cell("yes" if r.copies_pay else "no"),
+            "they save": number(f"{r.copies_days:.2f} days", r.copies_days),
+            "host memory of a chip": cell(format_memory, r.copies_bytes),
+        },
     }
-    copies = {
-        "worth it": Cell("yes" if r.copies_pay else "no"),
-        "they save": number(f"{r.copies_days:.2f} days", r.copies_days),
-        "host memory of a chip": cell(format_memory, r.copies_bytes),
-    }
-    shares = {name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)}
-    return run, shares, saves, copies
 
 
 def _drawn(row: RunRow) -> dict[str, Any]:
@@ -369,8 +374,14 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
         raise UnsupportedError("a run needs a chip, for the seconds of a step", fixes=["topology='v5p:8x8x8'"])
     state = [x for x in plan.inputs if x.kind in ("params", "opt")]
     size = float(sum(math.prod(x.shape) * _dtype(x).itemsize for x in state))
-    if not size:
-        raise UnsupportedError(f"{title(plan)} has no parameters or optimizer state to save", fixes=["a train step"])
+    if not any(x.kind == "params" for x in state):
+        raise UnsupportedError(
+            f"no argument of {title(plan)} is recognised as the parameters, which a checkpoint has",
+            fixes=[
+                'call them `params`: an argument of this name, or {"params": …, "opt_state": …}',
+                "plan a train step",
+            ],
+        )
     device, chips, local = chip.per_device(), math.ceil(plan.mesh.size / chip.devices), sum(x.bytes for x in state)
     save = local / device.host_link if options.save_time is None else options.save_time
     disk, again, memory = size / (chips * options.bandwidth), options.restart + options.compile_time, local / device.dcn

@@ -210,7 +210,7 @@ def _search_stages(evaluation: Evaluation, counts: dict[int, float], staged: lis
         return again if again.rows and other.is_gain(again.best, other.best) else None
 
     for changes in [{"gather": "step"}, *({"schedule": name} for name in SCHEDULES)]:
-        if any(getattr(other.base, name) != value for name, value in changes.items()):
+        if any(getattr(other.base.request, name) != value for name, value in changes.items()):
             base = replace(other.base, request=replace(other.base.request, **changes))
             other = better(base, 1) or other
     for rounds in stack.rounds(dict(other.best_point.sizes)[STAGE]):

@@ -152,18 +152,10 @@ class Evaluation:
 
     def equal_cost(self, one: Point, other: Point) -> bool:
         """Whether two candidates on the same mesh have the same step time and peak; ``one`` has been planned."""
-        key = self._equivalence_key(other)
-        if key == self._equivalence_key(one):
+        if self._equivalence_key(other) == self._equivalence_key(one):
             return True
-        first, row = self.rows[one], self._results.get(key)
-        if isinstance(row, Row):
-            return row.cost == first.cost
-        if (plan := self.legal_plan(other)) is None:
-            return False
-        if not math.isclose(plan.comm_seconds, self._comm_seconds.get(self._equivalence_key(one), math.nan)):
-            return False
-        plan = Plan.of(with_passes(plan))
-        return (plan.seconds, plan.memory.peak) == first.cost
+        row = self.known(other) or self.uncounted(other)
+        return row is not None and row.cost == self.rows[one].cost
 
     def known(self, point: Point) -> Row | None:
         """The row of a candidate that was planned, or that has the same assignment as a planned one; else None."""
@@ -286,7 +278,7 @@ class Evaluation:
             peak <= self.usable,
             variant=self.variant,
             lowering=plan.lowering,
-            schedule=plan.schedule if plan.pipelines else "",
+            schedule=plan.request.schedule if plan.pipelines else "",
             gather=plan.pipelines[0].gather if plan.pipelines else "",
             mfu=plan.time.mfu,
             undivided=self._undivided(point),

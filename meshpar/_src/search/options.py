@@ -11,6 +11,7 @@ from ..dims import check_choice
 from ..layout import Layout
 from ..mesh import MeshSizes, parse_mesh
 from ..options import option
+from ..report.facts import USABLE_FRACTION
 from ..units import mesh_text
 from .row import Objective
 
@@ -57,7 +58,7 @@ class SearchOptions:
         choices=get_args(Objective),
     )
     memory_fraction: float = option(
-        0.85, "--memory-fraction", "fraction of the memory that may be used (%(default)s)", type=float
+        USABLE_FRACTION, "--memory-fraction", "fraction of the memory that may be used (%(default)s)", type=float
     )
     max_axes: int = option(3, "--max-axes", "the most axes of a mesh (%(default)s)", type=int)
     max_plans: int = option(400, "--max-plans", "the most candidates that are planned (%(default)s)", type=int)

@@ -182,7 +182,9 @@ class Picture:
             (f" {letters[self.best]}" if self.best in letters else "", "blue"),
             (" chosen  ", "dim"),
         ]
-        legend = [*chosen, *front, ("· other plans  ", "dim"), ("─", "red"), (" usable memory", "dim")]
+        slower = len({*self.plans, *(r.cost for r in self.rows)}) - len(self.points)
+        others = f"· other plans{f' ({slower} slower ones are not drawn)' if slower else ''}  "
+        legend = [*chosen, *front, (others, "dim"), ("─", "red"), (" usable memory", "dim")]
         return text.append_text(Text.assemble(" " * (width + 2), *legend))
 
 

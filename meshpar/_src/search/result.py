@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ...errors import MeshparError, UnknownAxisError, UnsupportedError
-from ..hardware.topology import Topology, parse_topology
+from ..hardware.topology import device_count, larger_topologies
 from ..layout import UNSHARDED, Layout
 from ..mesh import parse_mesh
 from ..plan_api import Plan
@@ -212,13 +212,20 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than under FSDP, the default layout; "" where that was not planned."""
-        default = next((row for row in self.rows if row.name == "fsdp"), None)
-        if default is None or default == self.best:
+        """How much shorter the best step is than under FSDP, the default layout; where FSDP does not fit or divide the arguments,
+        than under the best known scheme that does. "" where there is none, or it is the best itself."""
+        known = {r.name: r for r in reversed(self.rows) if r.name not in ("", "yours")}
+        default, what = known.pop("fsdp", None), "the default layout"
+        why = "" if default is None else default.undivided or "it does not fit" * (not default.fits)
+        row = default
+        if row is None or why:
+            sound = (r for r in known.values() if r.fits and not r.undivided)
+            row, what = min(sound, key=lambda r: r.seconds, default=None), "the best known scheme"
+        if row is None or row == self.best:
             return ""
-        why = "; ".join(filter(None, [default.undivided, "" if default.fits else "it does not fit"]))
-        default_is = f"{format_seconds(default.seconds)} on {default.mesh}{why and f': {why}'}"
-        return f"{default.seconds / self.best.seconds:.3g} × as fast as the default layout, fsdp ({default_is})"
+        no_default = f"; the default layout, fsdp, is no comparison: {why}" * bool(why)
+        faster = f"{row.seconds / self.best.seconds:.3g} × as fast as {what}"
+        return f"{faster}, {row.name} ({format_seconds(row.seconds)} on {row.mesh}{no_default})"
 
     def _idle(self, rows: Iterable[Row]) -> str:
         """The explanation of an axis called ``idle``, if some of these candidates have one, else ""."""
@@ -237,7 +244,7 @@ class Search(Document):
             f"<div><dt>{k}</dt><dd><code>{escape(text)}</code></dd></div>" for k, text in texts.items() if text
         )
         about = [
-            f"{self._count}; {self.ended}",
+            self._count,
             f"All numbers are estimates{self._calibrated}",
             self.stages,
             self._star,
@@ -277,7 +284,7 @@ class Search(Document):
         """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and
         errors."""
         where = f"{self.name} on {self.topology}" if self.name else self.topology
-        head = Text.assemble(("search", "bold"), f"  {where}: {self._count}; {self.ended}{self._calibrated}")
+        head = Text.assemble(("search", "bold"), f"  {where}: {self._count}{self._calibrated}")
         if not self.fits:
             head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS)
@@ -297,34 +304,24 @@ class Search(Document):
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
-        texts = [Text(text, "dim") for text in (self._star, self._idle(rows)) if text]
+        hidden = f"and {len(self.rows) - len(rows)} more, which the page has (--html FILE)" * (
+            len(rows) < len(self.rows)
+        )
+        texts = [Text(text, "dim") for text in (hidden, self._star, self._idle(rows)) if text]
         return Group(head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *texts, *notes)
 
     @functools.cached_property
     def larger(self) -> tuple[str, str] | None:
-        """If nothing fits: (topology, mesh) of the smallest larger slice on which the best layout fits.
-
-        Slices with 2, 4, 8, … times the devices are tried. None: it fits on this slice, or on none of them.
-        """
-        if self.fits:
-            return None
-        where = parse_topology(self.topology)
-        slices, kind, chips = where
-        sizes = dict(parse_mesh(self.best.mesh))
-        for count in (2**k * math.prod(chips) for k in range(1, 15)):
-            shape = (count,) if where.chip.switch else next(iter(where.chip.shapes(count)), None)
-            if shape is None or not where.chip.exists(shape):
-                continue
-            topology, times = str(Topology(slices, kind, shape)), count // math.prod(chips)
+        """If nothing fits: (topology, mesh) of the first of :func:`larger_topologies` on which the best layout fits; None: it fits
+        on this one, or on none of them."""
+        sizes, devices = dict(parse_mesh(self.best.mesh)), device_count(self.topology)
+        for where in () if self.fits else larger_topologies(self.topology):
             for axis in sizes:
-                mesh = mesh_text({a: n * times if a == axis else n for a, n in sizes.items()})
-                try:
-                    with quiet():
-                        plan = self._base_of(self.best).replan(layout=self.best.layout, mesh=mesh, topology=topology)
-                except MeshparError:
-                    continue
-                if plan.memory.peak <= self.usable:
-                    return topology, mesh
+                mesh = mesh_text({a: n * where.devices // devices if a == axis else n for a, n in sizes.items()})
+                with quiet(), contextlib.suppress(MeshparError):
+                    plan = self._base_of(self.best).replan(layout=self.best.layout, mesh=mesh, topology=str(where))
+                    if plan.memory.peak <= self.usable:
+                        return str(where), mesh
         return None
 
     def _unnamed_batch(self) -> str:
@@ -356,12 +353,15 @@ class Search(Document):
 
     @property
     def _count(self) -> str:
-        """How many candidates were planned, and what became of them."""
+        """The number of candidates, by the outcome of their plans, and why the search ended."""
         fit = sum(peak <= self.usable for _, peak in self.points)
         large, early = len(self.points) - fit, self.planned - len(self.points) - self.illegal
-        kinds = {"fit": fit, "too large": large, "not legal": self.illegal, "stopped early, sending too much": early}
+        kinds = {"fit": fit, "too large": large, "not legal": self.illegal}
+        kinds |= {"not planned to the end, since their communication alone takes too long": early}
         found = ", ".join(f"{n} {kind}" for kind, n in kinds.items() if n)
-        return f"{self.planned} plan{'s' * (self.planned != 1)} ({found})"
+        programs = f" of {len(self._bases)} programs" * (len(self._bases) > 1)
+        each = " of a program" * (len(self._bases) > 1 and self.ended.endswith("plans"))
+        return f"{self.planned} layout{'s' * (self.planned != 1)}{programs}: {found}; {self.ended}{each}"
 
     @property
     def _base(self) -> Plan:

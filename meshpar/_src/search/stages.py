@@ -136,11 +136,9 @@ def verdict(without: Row, staged: Row) -> str:
     Both are layouts of the same program, with its microbatches; without stages fewer microbatches may be faster.
     """
     best = f"best with {format_seconds(staged.seconds)} ({staged.mesh}; {staged.schedule})"
-    times = f"best without {format_seconds(without.seconds)}, {best}"
-    if staged.fits and not without.fits:
-        return f"stages pay with these microbatches: without them nothing fits; {best}"
-    if without.fits and not staged.fits:
-        return f"stages do not pay with these microbatches: nothing fits with them; best without {format_seconds(without.seconds)}"
-    if staged.seconds < without.seconds:
-        return f"stages pay with these microbatches: {times}"
-    return f"stages do not pay with these microbatches: {times}"
+    other, pays = f"best without {format_seconds(without.seconds)}", staged.seconds < without.seconds
+    text = f"{other}, {best}"
+    if staged.fits != without.fits:
+        pays = staged.fits
+        text = f"without them nothing fits; {best}" if pays else f"nothing fits with them; {other}"
+    return f"stages {'pay' if pays else 'do not pay'} with these microbatches: {text}"

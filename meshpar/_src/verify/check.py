@@ -76,7 +76,7 @@ class Row:
         """The mark, mesh, layout, lowering and difference of a line of the report, without the size of what rounding explains."""
         some = len(self.explained)
         place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
-        leaf = f"{self.difference:.1e} in {place}" if self.difference else "no difference"
+        leaf = f"largest difference {self.difference:.1e} in {place}" if self.difference else "no difference"
         rounded = f"; {some} of {self.leaves} leaves differ by rounding only" if some else ""
         mark = "✓" if self.error is None else "✗"
         return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
@@ -115,10 +115,13 @@ class Report:
         lowerings = len({r.lowering for r in self.rows}) > 1
         cells = [(*cells[:3], cells[3] * lowerings, cells[4]) for cells in (r.cells() for r in self.rows)]
         cells += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
+        layouts, of = {row[2] for row in cells}, ""
+        if len(layouts) == 1:
+            cells, of = [(*row[:2], "", *row[3:]) for row in cells], f" of `{layouts.pop()}`"
         kept = [k for k, column in enumerate(zip(*cells, strict=True)) if any(column)]
         rows = [(_mark(f"{row[0]} {row[1]}"), *(Text(row[k]) for k in kept[2:])) for row in cells]
-        bad = sum(r.error is not None for r in self.rows)
-        runs = f"{'✗' if bad or not self.rows else '✓'} {len(self.rows) - bad} of {len(self.rows)} runs equal to the unsharded one"
+        bad, mark = sum(r.error is not None for r in self.rows), "✓" if self.ok else "✗"
+        runs = f"{mark} {len(self.rows) - bad} of {len(self.rows)} runs{of} equal to the unsharded one"
         head, notes = f"{runs}, to {self.tolerance:g} of each leaf's largest value", []
         if any(r.explained for r in self.rows):
             head += ", or up to rounding"

@@ -13,7 +13,7 @@ from interpreters import race_detection
 import meshpar as mp
 import meshpar_kernels
 from meshpar._src.layers.moe import ROUTERS, MoEExecution, moe
-from meshpar._src.layers.moe.exchange_choice import ExchangeSizes, choose_exchange
+from meshpar._src.layers.moe.exchange_choice import Exchange, choose_exchange
 from meshpar._src.layers.moe.experts import _works, run_experts
 from meshpar._src.program.kernels import ShardCounts
 from meshpar.errors import MeshparError
@@ -326,7 +326,7 @@ def exchange_of(strategy=None, **changed):
     devices = {"token_axes": ["data"], "expert_axes": [["data"]], "sizes": {"data": 8, "model": 4}}
     sizes = {"tokens": 4096, "k": 2, "embed": 4096, "local_experts": 1, "weights": 3 * 4096 * 14336}
     load = {"rate": 2.0, "most_per_expert": None, "slack": 1.25}
-    return choose_exchange(ExchangeSizes(**{**devices, **sizes, **load, **changed}), strategy)
+    return choose_exchange(Exchange(**{**devices, **sizes, **load, **changed}, strategy=strategy))
 
 
 def test_the_exchange_that_sends_least():

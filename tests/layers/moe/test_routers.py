@@ -8,8 +8,7 @@ import moe_oracle as oracle
 import numpy as np
 import pytest
 
-from meshpar._src.layers.moe import ROUTERS, update_bias
-from meshpar._src.layers.moe.router_parts import capacity_of, in_groups, places
+from meshpar._src.layers.moe import ROUTERS
 from meshpar.errors import MeshparError
 
 B, S, E = 4, 8, 8
@@ -202,26 +201,6 @@ def test_randomness_is_the_keys():
     )
     assert (one == again).all()
     assert (one != plain).any()
-
-
-def test_update_bias():
-    bias = update_bias(jnp.zeros(4), jnp.array([10, 2, 6, 6]), 0.01)
-    np.testing.assert_allclose(bias, [-0.01, 0.01, 0, 0])
-
-
-def test_capacity_and_groups():
-    assert capacity_of(64, 8, 2, 1.25) == 20
-    assert capacity_of(4, 64, 1, 0.1) == 1
-    assert capacity_of(4, 2, 2, 9.0) == 4
-    assert in_groups((4, 8), 1) == (1, 4, 8)
-    assert in_groups((4, 8), 2) == (2, 2, 8)
-    assert in_groups((4, 8), 16) == (16, 1, 2)
-    expert = R.integers(0, 3, (3, 4, 1))
-    seen, want = [0, 0, 0], []
-    for e in expert.reshape(-1):
-        want.append(seen[e])
-        seen[e] += 1
-    np.testing.assert_array_equal(places(jnp.asarray(expert), 3, 1).reshape(-1), want)
 
 
 @pytest.mark.parametrize(

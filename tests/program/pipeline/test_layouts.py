@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import planned_transformer
 import pytest
 
 import llama
@@ -91,31 +90,6 @@ def test_a_llama_under_a_scheme_and_stages(dense, scheme):
 @pytest.mark.parametrize("scheme", EXPERTS)
 def test_a_mixtral_with_experts_inside_of_stages(experts, scheme):
     check(experts, *EXPERTS[scheme])
-
-
-def test_float64():
-    """A transformer in plain JAX, of four layers, with its optimizer state sharded over `data`."""
-    with jax.enable_x64(True):
-        rng, deep = np.random.default_rng(0), ("q", "k", "v", "o", "up", "down")
-        shapes = {
-            name: (4, *x.shape[1:]) if name in deep else x.shape for name, x in planned_transformer.PARAMS.items()
-        }
-        params = {name: rng.normal(size=shape) / shape[-2] ** 0.5 for name, shape in shapes.items()}
-        state = {"params": params, "opt_state": planned_transformer.OPTIMIZER.init(params)}
-        batch = rng.integers(0, planned_transformer.VOCAB, (16, 8))
-        gradient = jax.value_and_grad(planned_transformer.loss_of)
-
-        def step(state, batch):
-            loss, gradients = mp.train.accumulate_gradients(gradient, MICROBATCHES)(state["params"], batch)
-            updates, opt_state = planned_transformer.OPTIMIZER.update(gradients, state["opt_state"], state["params"])
-            return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-        layout = f"{planned_transformer.MEGATRON}; opt.embed: data; layers: stage"
-        run = mp.jit(step, mesh=DEVICES, layout=layout, dims=planned_transformer.DIMS, lowering="shard_map")
-        assert run.plan(state, batch).pipeline is not None
-        got, want = run(state, batch), jax.jit(step)(state, batch)
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(x, y, rtol=0, atol=1e-12 * float(np.abs(y).max()))
 
 
 @pytest.mark.parametrize(("schedule", "stages", "rounds"), [("gpipe", 2, 1), ("zb", 4, 1), ("1f1b", 4, 2)])

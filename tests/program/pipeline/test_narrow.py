@@ -79,7 +79,7 @@ def test_gathered_once_a_step(rounds):
     for gather in ("microbatch", "step"):
         layout = f"{FSDP['layout']}*{rounds}"
         plan = mp.plan(plain, *plain_arguments(), **{**FSDP, "layout": layout}, gather=gather)
-        assert plan.replan().gather == gather
+        assert plan.replan().request.gather == gather
         moves[gather] = [
             c for c in plan.collectives if c.axes == ("data",) and c.op in ("all-gather", "reduce-scatter")
         ]
@@ -104,7 +104,7 @@ def test_gathered_by_time_and_memory(embed, topology, gather):
     if topology is not None:
         assert (once.memory.peak <= once.chip.per_device().hbm) == (gather == "step")
         assert once.seconds < each.seconds
-    assert auto.replan().gather == "auto"
+    assert auto.replan().request.gather == "auto"
 
 
 def test_gathering_once_changes_no_result(x64):

@@ -159,6 +159,16 @@ def test_the_cause_has_the_op_the_reason_and_the_line():
     assert "test_lemmas.py" in cause.line
 
 
+def test_a_result_that_is_another_value_is_a_cause_without_equations():
+    where = {"mesh": jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), "check_vma": False}
+    local = jax.shard_map(lambda x: jnp.sin(x), in_specs=P("data"), out_specs=P("data"), **where)
+    proof = proof_of(jnp.cos, local, [jnp.ones((8, 4))])
+    assert (proof.status, proof.share) == ("not verified", 1.0)
+    assert proof.failed == {proof.results[0].cause: 0}
+    assert "is not the value of the function as written: it has sin(" in str(proof)
+    assert "in place of cos(" in str(proof)
+
+
 def test_an_op_with_a_body_is_no_call():
     """A reduction by a function of its own has no lemma, in spite of its jaxpr."""
     mean = lambda x: lax.reduce(x, jnp.float32(0), lambda a, b: a * 2 + b, (0,))  # noqa: E731

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshpar_kernels.dispatch.differentiable import KERNELS
@@ -17,12 +17,12 @@ from meshpar_kernels.dispatch.differentiable import KERNELS
 from .router_parts import refused
 
 EXCHANGES = ("padded", *KERNELS)
-"""Names of :attr:`ExchangeSizes.exchange`: all rows of the buffers are sent, or, by a kernel, only the rows in use."""
+"""Names of :attr:`Exchange.exchange`: all rows of the buffers are sent, or, by a kernel, only the rows in use."""
 
 
 @dataclass(frozen=True)
-class ExchangeSizes:
-    """The shapes on one device, and the mesh axes that split tokens and experts.
+class Exchange:
+    """How one device takes part in an exchange: its shapes, the mesh axes that split tokens and experts, and the strategy.
 
     Attributes:
       token_axes: mesh axes that split the tokens.
@@ -38,6 +38,7 @@ class ExchangeSizes:
       slack: size of a buffer, relative to a balanced load; at least 1.
       distinct: the experts of a token are known to differ.
       exchange: one of :data:`EXCHANGES`; None: "padded".
+      strategy: a key of :data:`STRATEGIES`; None: :func:`choose_exchange` chooses it.
     """
 
     token_axes: Sequence[str]
@@ -53,6 +54,7 @@ class ExchangeSizes:
     slack: float
     distinct: bool = True
     exchange: str | None = None
+    strategy: str | None = None
 
     def __post_init__(self) -> None:
         """Check ``exchange`` and ``slack``; a MeshparError names the one out of range."""
@@ -112,38 +114,31 @@ class ExchangeSizes:
         rows = math.ceil(self.slack * tokens * self.rate * share)
         return max(min(-(-rows // tile) * tile, limit), 1), limit
 
+    @functools.cached_property
+    def way(self) -> Strategy:
+        """The entry of the strategy."""
+        return STRATEGIES[self.strategy or ""]
 
-@dataclass(frozen=True)
-class Exchange:
-    """How one device takes part in the exchange.
-
-    Attributes:
-      strategy: a key of :data:`STRATEGIES`.
-      over: mesh axes that split both tokens and experts; the exchange runs over all of them at once.
-      rest: mesh axes that split experts only; results are all-reduced over them.
-      rows: rows of a buffer ("a2a": of the buffer for each other device).
-      max_rows: rows that a buffer would need for the worst load; if above ``rows``, there may be further rounds.
-      devices: number of devices along ``over``.
-      rows_sent: rows that "a2a" sends to each other device: a full buffer, or, by a kernel, the rows in use of a balanced load.
-    """
-
-    strategy: str
-    over: tuple[str, ...]
-    rest: tuple[str, ...]
-    rows: int
-    max_rows: int
-    devices: int
-    rows_sent: int
+    @property
+    def rows(self) -> int:
+        """Rows of a buffer ("a2a": of the buffer for each other device)."""
+        return self.way.buffer(self)[0]
 
     @property
     def rounds(self) -> int:
         """Number of rounds that the worst load needs."""
-        return max(1, -(-self.max_rows // self.rows))
+        rows, most = self.way.buffer(self)
+        return max(1, -(-most // rows))
 
     @property
-    def moves_tokens(self) -> bool:
-        """Whether tokens are sent to other devices."""
-        return STRATEGIES[self.strategy].moves_tokens
+    def rows_sent(self) -> int:
+        """Rows that "a2a" sends to each other device: a full buffer, or, by a kernel, the rows in use of a balanced load."""
+        rows, _ = STRATEGIES["a2a"].buffer(self)
+        return (
+            min(math.ceil(self.tokens * self.rate / (self.devices * self.parts)), rows)
+            if self.only_rows_in_use
+            else rows
+        )
 
 
 class Strategy(NamedTuple):
@@ -156,24 +151,19 @@ class Strategy(NamedTuple):
       moves_tokens: tokens are sent to other devices.
     """
 
-    buffer: Callable[[ExchangeSizes], tuple[int, int]]
-    cost: Callable[[ExchangeSizes], float]
+    buffer: Callable[[Exchange], tuple[int, int]]
+    cost: Callable[[Exchange], float]
     moves_tokens: bool
 
 
-def _rows_sent(p: ExchangeSizes) -> int:
-    rows, _ = STRATEGIES["a2a"].buffer(p)
-    return min(math.ceil(p.tokens * p.rate / (p.devices * p.parts)), rows) if p.only_rows_in_use else rows
-
-
-def _all_experts(p: ExchangeSizes) -> tuple[int, int]:
+def _all_experts(p: Exchange) -> tuple[int, int]:
     return p.buffer(p.tokens, p.local_experts * p.devices, 1 / p.parts)
 
 
 STRATEGIES: dict[str, Strategy] = {
     "a2a": Strategy(
         lambda p: p.buffer(p.tokens, p.local_experts, 1 / (p.devices * p.parts)),
-        lambda p: _rows_sent(p) * p.embed,
+        lambda p: p.rows_sent * p.embed,
         True,
     ),
     "ring": Strategy(
@@ -193,14 +183,14 @@ STRATEGIES: dict[str, Strategy] = {
 """
 
 
-def choose_exchange(problem: ExchangeSizes, strategy: str | None = None) -> Exchange:
-    """The :class:`Exchange` by the named strategy; without a name, by the one with the lowest :attr:`Strategy.cost`
-    (of equal ones, the first in :data:`STRATEGIES`).
+def choose_exchange(problem: Exchange) -> Exchange:
+    """The exchange with its named strategy; without a name, with the one of the lowest :attr:`Strategy.cost` (of equal ones, the
+    first in :data:`STRATEGIES`).
 
     Raises:
       MeshparError: an unknown strategy, or "dense" where the order of the mesh axes does not allow it.
     """
-    named = [name for name in STRATEGIES if name != "local"]
+    named, strategy = [name for name in STRATEGIES if name != "local"], problem.strategy
     if strategy is not None and strategy not in named:
         raise refused(
             f"strategy must be one of {', '.join(named)} or None, got {strategy!r}",
@@ -216,6 +206,4 @@ def choose_exchange(problem: ExchangeSizes, strategy: str | None = None) -> Exch
     elif strategy is None:
         possible = [name for name in named if name != "dense" or problem.can_gather_experts]
         strategy = min(possible, key=lambda name: STRATEGIES[name].cost(problem))
-    rows, max_rows = STRATEGIES[strategy].buffer(problem)
-    sent = _rows_sent(problem) if strategy == "a2a" else 0
-    return Exchange(strategy, problem.over, problem.rest, rows, max_rows, problem.devices, sent)
+    return replace(problem, strategy=strategy)

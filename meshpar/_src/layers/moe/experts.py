@@ -23,7 +23,7 @@ from meshpar_kernels.grouped_matmul.activations import activate
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, ShardCounts
-from .exchange_choice import Exchange, ExchangeSizes, choose_exchange
+from .exchange_choice import Exchange, choose_exchange
 
 
 def run_experts(
@@ -36,8 +36,8 @@ def run_experts(
       expert: int32 [*tokens, k]; E where there is no choice.
       weight: float32 [*tokens, k].
       matrices: gate and up [*E, H, M] (or up alone), down [*E, M, H]; x's dtype; *E is one dim, or two.
-      options: activation; rate, most_per_expert, slack, distinct and exchange of :class:`ExchangeSizes`; strategy of
-        :func:`choose_exchange`; implementation of the grouped matmuls.
+      options: activation; rate, most_per_expert, slack, distinct and exchange and strategy of
+        :class:`Exchange`; implementation of the grouped matmuls.
 
     Returns:
       [*tokens, H].
@@ -80,7 +80,7 @@ def _exchange(
     """The exchange for local operands; ``axes``: factor of the rule → the mesh axes that split it."""
     x, expert, _, *matrices = args
     dims = matrices[0].ndim - 2
-    problem = ExchangeSizes(
+    problem = Exchange(
         [a for i in range(token_dims) for a in axes.get(f"t{i}", ())],
         [axes.get(f"e{i}", ()) for i in range(dims)],
         sizes,
@@ -89,9 +89,9 @@ def _exchange(
         embed=x.shape[-1],
         local_experts=math.prod(matrices[0].shape[:dims]),
         weights=sum(math.prod(m.shape) for m in matrices),
-        **{name: options[name] for name in ExchangeSizes.__dataclass_fields__ if name in options},
+        **{name: options[name] for name in Exchange.__dataclass_fields__ if name in options},
     )
-    return choose_exchange(problem, options["strategy"])
+    return choose_exchange(problem)
 
 
 def _local(
@@ -122,9 +122,9 @@ def _local(
     matrices = [m.reshape(-1, *m.shape[dims:]) for m in matrices]
     how = {
         "experts": experts,
-        "axis_name": chosen.over if chosen.moves_tokens else None,
+        "axis_name": chosen.over if chosen.way.moves_tokens else None,
         "rows": chosen.rows,
-        "strategy": chosen.strategy if chosen.moves_tokens else "a2a",
+        "strategy": chosen.strategy if chosen.way.moves_tokens else "a2a",
         "exchange": options.get("exchange"),
     }
     multiply = functools.partial(grouped_matmul, implementation=implementation)

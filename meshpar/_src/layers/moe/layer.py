@@ -279,11 +279,8 @@ def _route(
             f"router_weights are for {count} experts, but `up` and `down` have {experts}",
             f"give the router a last dim of {experts}",
         )
-    if "inner" in logits:
-        return route(logits["outer"], logits["inner"], **options)
-    if "noise" in logits:
-        options["noise"] = logits["noise"]
-    return route(logits["kernel"], **options)
+    first = [logits.pop("kernel")] if "kernel" in logits else []  # a user's router may have another name for it
+    return route(*first, **logits, **options)
 
 
 def _dense(x: jax.Array, weights: Mapping[str, jax.Array], activation: str) -> jax.Array:

@@ -7,10 +7,10 @@ The rewritten program represents them by arrays that do divide, as long as the o
 - An *indexed view* is a table of elements of the array along some dims. The tables of slices of concatenations of slices compose to
   one table, by which the primitive ``rearrange`` exchanges elements (:mod:`rules.rearrange`). Elementwise ops, matmuls and
   reductions of 15 rows are computed on 16 (a *padded dim*); the last row is masked where it would change the result.
-- A *collapsed view* is a reshape of the array that only merges dims. Contractions are applied before it.
+- A *raveled view* is the array with all dims merged into one. Inner products are applied to the array.
 
 A lookup of one element per row, ``x[jnp.arange(n), i]``, becomes a batched lookup. Any other op reads the value of a view, which a
-copy of the program's own equation computes. :data:`REWRITES` lists the rewrites of each primitive. Each names a program that sends
+copy of the program's own equation computes. :data:`REWRITES` and :data:`READERS` list the rewrites. Each names a program that sends
 more bytes without it, and ``tests/program/test_rewrites_fire.py`` plans these programs without it: add a rewrite with its program.
 """
 
@@ -21,35 +21,30 @@ from dataclasses import dataclass
 
 from jax.extend.core import ClosedJaxpr
 
-from ...rules import ELEMENTWISE
 from ...rules.index import LOOKUPS
-from ...rules.reduce import REDUCTION_KINDS
 from ..infer import infer_like
 from ..ir import Program, Value
-from . import collapsed, lookups, padded, slices
-from .candidates import candidate_dims
+from . import lookups, padded, raveled, slices
 from .rewriter import JaxprRewriter, Rewrite, ShardCounts
 
 MAX_CACHED = 16
 """Rewritten programs that are cached per program."""
 
 REWRITES: Mapping[str, tuple[Rewrite, ...]] = {
-    **dict.fromkeys((*ELEMENTWISE, "name_dims"), (padded.elementwise,)),
-    **dict.fromkeys(REDUCTION_KINDS, (padded.reduce,)),
-    **dict.fromkeys(("reshape", "squeeze"), (collapsed.reshape, padded.reshape)),
-    **dict.fromkeys(LOOKUPS, (lookups.own_rows, lookups.padded_lookup)),
-    "gather": (lookups.own_rows, lookups.constant_gather, lookups.padded_lookup),
-    "scatter-add": (lookups.own_rows, lookups.constant_scatter_add, lookups.padded_lookup),
+    **dict.fromkeys(LOOKUPS, (lookups.own_rows,)),
+    "gather": (lookups.own_rows, lookups.constant_gather),
+    "scatter-add": (lookups.own_rows, lookups.constant_scatter_add),
+    "reshape": (raveled.reshape,),
     "slice": (slices.slice_,),
     "split": (slices.split,),
     "rev": (slices.rev,),
     "pad": (slices.pad,),
     "concatenate": (slices.concatenate,),
-    "transpose": (padded.transpose,),
-    "broadcast_in_dim": (padded.broadcast_in_dim,),
-    "dot_general": (collapsed.dot_general, padded.dot_general),
 }
-"""By primitive, the rewrites to try in order; the equation of any other op is copied, on the values of its operands."""
+"""By primitive, the rewrites to try in order that may represent its results by views."""
+
+READERS: tuple[Rewrite, ...] = (raveled.dot_general, padded.by_factors)
+"""The rewrites to try for any op, of which an operand may be a view. Other ops are copied, on the values of their operands."""
 
 
 def rewrite_indivisible_slices(program: Program, shards: ShardCounts, notes: list[str]) -> Program | None:
@@ -60,8 +55,6 @@ def rewrite_indivisible_slices(program: Program, shards: ShardCounts, notes: lis
       shards: (value, dim) → the number of shards that the dim is split into.
       notes: takes one sentence for every op whose operands are padded.
     """
-    if all(shards(v, d) == 1 for v, d in program.cached(candidate_dims)):
-        return None
     cache = program.cached(_cache)
     result = next((r for r in cache if all(shards(v, d) == n for (v, d), n in r.shards.items())), None)
     if result is None:
@@ -84,8 +77,8 @@ class _Rewritten:
 
 
 def _cache(program: Program) -> list[_Rewritten]:
-    """The list of a program's rewrites, the one used last at the end; empty at first."""
-    return []
+    """The list of a program's rewrites, the one used last at the end; at first it has the one for unsplit dims: without views."""
+    return [_rewrite(program, lambda value, dim: 1)]
 
 
 def _rewrite(program: Program, shards: ShardCounts) -> _Rewritten:
@@ -96,7 +89,7 @@ def _rewrite(program: Program, shards: ShardCounts) -> _Rewritten:
     def recorded(value: Value, dim: int) -> int:
         return counts.setdefault((value, dim), shards(value, dim))
 
-    rewriter = JaxprRewriter(program, recorded, notes, REWRITES)
+    rewriter = JaxprRewriter(program, recorded, notes, REWRITES, READERS)
     consts = zip(program.root.jaxpr.constvars, program.closed.consts, strict=True)
     rewriter.constants.known.update((program.root.env[v], c) for v, c in consts)
     jaxpr = rewriter.jaxpr(program.root)

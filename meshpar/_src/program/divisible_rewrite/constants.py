@@ -13,17 +13,23 @@ from ...compat.jax import bind, literal_array
 from ...iterables import operands_first
 from ...rules import ELEMENTWISE
 from ...rules.local import plain_params
-from ..ir import Value
-from ..primitives import name_dims_p
+from ..ir import Op, Value
 
 MAX_USES = 4
 """Lookups that use one element more often are not represented by a table."""
 
-MAX_ELEMENTS = 1 << 20
+MAX_ELEMENTS = 1 << 24
 """Larger values are not evaluated."""
 
 _MOVES = ("broadcast_in_dim", "reshape", "squeeze", "iota", "concatenate", "slice", "rev", "transpose", "name_dims")
 _EVALUATED = ELEMENTWISE | set(_MOVES)
+
+
+def _evaluated_op(value: Value) -> Op | None:
+    """The op that computes a value, if the value is evaluated where its operands are known."""
+    is_integer = value.aval.dtype == np.bool_ or jnp.issubdtype(value.aval.dtype, np.integer)
+    is_known = value.op is not None and value.op.name in _EVALUATED
+    return value.op if is_known and is_integer and value.aval.size <= MAX_ELEMENTS else None
 
 
 class Constants:
@@ -49,17 +55,13 @@ class Constants:
         """The values of which one is the value, or from which its op computes it; none if the op is not evaluated."""
         if value in self.outer:
             return [self.outer[value]]
-        op = value.op
-        if op is None or op.name not in _EVALUATED or op.frames or value.aval.size > MAX_ELEMENTS:
-            return []
-        return [v for v in op.ins if v is not None]
+        op = _evaluated_op(value)
+        return [] if op is None else [v for v in op.ins if v is not None]
 
     def _computed(self, value: Value) -> np.ndarray | None:
         """The elements of a value whose operands are in ``known``; None as in :meth:`evaluate`."""
-        op, dtype = value.op, value.aval.dtype
-        if op is None or op.name not in _EVALUATED or op.frames or value.aval.size > MAX_ELEMENTS:
-            return None
-        if dtype != np.bool_ and not jnp.issubdtype(dtype, np.integer):
+        op = _evaluated_op(value)
+        if op is None:
             return None
         xs = [literal_array(var) if v is None else self.known[v] for var, v in zip(op.eqn.invars, op.ins, strict=True)]
         if any(x is None for x in xs):
@@ -89,31 +91,7 @@ class Constants:
         return index
 
     def iota_dim(self, value: Value) -> int | None:
-        """The dim along which an integer value counts 0, 1, 2, …, as ``jnp.arange`` does, or None.
-
-        Broadcasts and casts of such a value count too, and so do the indices ``where(i < 0, i + n, i)`` that jnp makes of it.
-        """
-        value = self.outer.get(value, value)
-        op, dtype = value.op, value.aval.dtype
-        if not jnp.issubdtype(dtype, jnp.integer) or not value.shape:
-            return None
-        if op is not None and op.name == "iota":
-            d = op.eqn.params["dimension"]
-            return d if jnp.iinfo(dtype).max >= value.shape[d] else None
-        if op is not None and op.name == "select_n" and op.ins[0] is not None and op.ins[1] is not None:
-            is_negative, count = op.ins[0].op, op.ins[1]  # where(i < 0, i + n, i), and no i is negative
-            if is_negative is not None and is_negative.name == "lt" and is_negative.ins == [count, None]:
-                return self.iota_dim(count) if literal_array(is_negative.eqn.invars[1]) == 0 else None
-        if op is not None and op.ins and op.ins[0] is not None:
-            if op.primitive.family == "cast" or op.eqn.primitive is name_dims_p:
-                d = self.iota_dim(op.ins[0])
-                return None if d is None or jnp.iinfo(dtype).max < value.shape[d] else d
-            if op.primitive.family == "broadcast":
-                d = self.iota_dim(op.ins[0])
-                if d is None:
-                    return None
-                to = op.eqn.params["broadcast_dimensions"][d]
-                return to if value.shape[to] == op.ins[0].shape[d] else None
+        """The dim along which an integer value counts 0, 1, 2, …, as ``jnp.arange`` does, or None."""
         elements = self.evaluate(value)
         if elements is None:
             return None

@@ -1,18 +1,19 @@
-"""Rewrites of gathers and scatters: by constants along one dim, of one element per row, and with padded operands."""
+"""Rewrites of gathers and scatters: by constants along one dim, and of one element per row."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax import lax
 
-from ...rules.index import LookupDims, adds_rows
+from ...rules.index import LookupDims
 from ...rules.rearrange import ZERO
-from .lookup_dims import independent_dims, index_components
+from ..ir import Value
 from .rewriter import Site
 from .slices import define_indexed
-from .views import DimIndices, IndexedView, PaddedDim
+from .views import DimIndices, IndexedView
 
 
 def own_rows(site: Site) -> bool:
@@ -57,16 +58,26 @@ def own_rows(site: Site) -> bool:
     return site.define(0, site.emit_op(atoms, dimension_numbers=numbers, indices_are_sorted=False))
 
 
+def index_components(index: Value) -> Sequence[Value | None]:
+    """The values that are concatenated to index vectors, one per component; None for each if they are made otherwise."""
+    op, last = index.op, len(index.shape) - 1
+    if (
+        op is not None
+        and op.primitive.family == "concatenate"
+        and op.eqn.params["dimension"] == last
+        and len(op.ins) == index.shape[last]
+    ):
+        return op.ins
+    return [None] * index.shape[last]
+
+
 def constant_gather(site: Site) -> bool:
     """Rewrite a gather along one dim by constant indices, ``x[np.array([3, 1, 2])]``, to an indexed view.
 
     Program: a sequence in the zigzag order of balanced causal attention.
     """
-    d = _dim_of_rows(site)
-    if d is None or (d not in site.indexed(0).indices and site.shards(site.op.ins[0], d) == 1):
-        return False
-    table = _constant_indices(site, d)
-    return table is not None and define_indexed(site, 0, {d: table}, site.copies()(0), composed=True)
+    rows = _constant_rows(site)
+    return rows is not None and define_indexed(site, 0, dict([rows]), site.copies()(0), composed=True)
 
 
 def constant_scatter_add(site: Site) -> bool:
@@ -74,76 +85,32 @@ def constant_scatter_add(site: Site) -> bool:
 
     Program: the gradient of a sequence in zigzag order.
     """
-    d = _dim_of_rows(site)
-    if d is None or not site.is_zero(0):
+    rows = _constant_rows(site) if site.is_zero(0) else None
+    if rows is None:
         return False
-    size, count, shards, view = site.shape(0)[d], site.shape(2)[d], site.shards(site.op.outs[0], d), site.indexed(2)
-    table = None if shards == 1 and d not in view.indices else _constant_indices(site, d)
-    if table is None or len(set(table.tolist())) < len(table):
+    d, table = rows
+    shards, view = site.shards(site.op.outs[0], d), site.indexed(2)
+    if len(set(table.tolist())) < len(table) or (shards == 1 and d not in view.indices):
         return False
-    inverse = np.full(size, ZERO)
-    inverse[table] = np.arange(count)
-    rows = view.indices.get(d) or DimIndices(np.arange(count), 1)
-    taken = DimIndices(rows.take(inverse).table, max(shards, rows.shards))
+    inverse = np.full(site.shape(0)[d], ZERO)
+    inverse[table] = np.arange(len(table))
+    added = view.indices.get(d) or DimIndices(np.arange(len(table)), 1)
+    taken = DimIndices(added.take(inverse).table, max(shards, added.shards))
     return site.define(0, IndexedView(view.source, {**view.indices, d: taken}, site.copies()(0), True))
 
 
-def _dim_of_rows(site: Site) -> int | None:
-    """The dim d along which a lookup takes complete rows of an array, or adds rows to it: they are along dim d of the result or of
-    the updates. None for any other lookup."""
-    dims, shape = LookupDims.of(site.op.eqn), site.shape(0)
-    rows = site.out_shape if site.op.primitive.family == "gather" else site.shape(2)
+def _constant_rows(site: Site) -> tuple[int, np.ndarray] | None:
+    """(d, constant indices) of a lookup that takes complete rows along dim d of an array, or adds rows to it; None for others.
+
+    The rows are along dim d of the result or of the updates.
+    """
+    op, dims, shape = site.op, LookupDims.of(site.op.eqn), site.shape(0)
+    rows = site.out_shape if op.primitive.family == "gather" else site.shape(2)
     if len(dims.indexed) != 1 or dims.collapsed != dims.indexed or dims.batch or len(rows) != len(shape):
         return None
     (d,) = dims.indexed
     others = tuple(k for k in range(len(shape)) if k != d)
-    return d if dims.window == others and all(rows[k] == shape[k] for k in others) else None
-
-
-def _constant_indices(site: Site, d: int) -> np.ndarray | None:
-    """The indices of a lookup along dim d, if they are constant (:meth:`.Constants.lookup_table`)."""
-    value, atom = site.op.ins[1], site.op.eqn.invars[1]
-    return site.rewriter.constants.lookup_table(value, atom, site.shape(0)[d], site.params["mode"])
-
-
-def padded_lookup(site: Site) -> bool:
-    """Rewrite a gather or scatter of views that do not divide, which are padded along independent dims.
-
-    Program: the next-token loss of a sharded sequence takes the logits of labels.
-    """
-    op = site.op
-    operands = [site.padded_dims(k) for k in range(len(op.ins))]
-    if not any(operands):
-        return False
-    independent = independent_dims(op)
-    padded: dict[int, PaddedDim] = {}  # by position in `independent`
-    for k, dims in enumerate(operands):
-        for d, dim in dims.items():
-            j = next((j for j, its_dims in enumerate(independent) if its_dims[k] == d), None)
-            if j is None or padded.setdefault(j, dim).padded_size != dim.padded_size:
-                return False
-    added = [j for j in padded if independent[j].array is None]  # padding adds lookups along these
-    if added and op.primitive.family == "scatter" and not adds_rows(op.eqn):
-        return False
-    atoms = []
-    for k in range(len(op.ins)):
-        dims = {d: dim for j, dim in padded.items() if (d := independent[j][k]) is not None}
-        x = site.read_padded(k, dims) if dims else site.read(k)
-        if k == 2:
-            x = site.emit_masked(x, {independent[j].window: padded[j] for j in added}, 0)
-        atoms.append(x)
-    params: dict[str, Any] = {"indices_are_sorted": False}
-    if op.primitive.family == "gather":
-        sizes = list(op.eqn.params["slice_sizes"])
-        for j, dim in padded.items():
-            d = independent[j].array
-            if d is not None and independent[j].indices is None:
-                sizes[d] = dim.padded_size
-        params["slice_sizes"] = tuple(sizes)
-    elif added:
-        params["unique_indices"] = False
-    out_dims = {
-        independent[j].window if op.primitive.family == "gather" else independent[j].array: dim
-        for j, dim in padded.items()
-    }
-    return site.define_padded(site.emit_op(atoms, **params), {d: dim for d, dim in out_dims.items() if d is not None})
+    if dims.window != others or any(rows[k] != shape[k] for k in others):
+        return None
+    table = site.rewriter.constants.lookup_table(op.ins[1], op.eqn.invars[1], shape[d], site.params["mode"])
+    return None if table is None else (d, table)

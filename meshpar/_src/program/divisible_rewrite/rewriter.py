@@ -30,9 +30,8 @@ from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Program, Value
 from ..jaxprs import inline, live, variables
 from ..scalars import constant_of
-from .candidates import SLICING
 from .constants import Constants
-from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
+from .views import DimIndices, IndexedView, PaddedDim, RaveledView, Scope, View, padded_dims
 
 ShardCounts = Callable[[Value, int], int]
 """(value, dim) → the number of shards that the dim is split into."""
@@ -46,6 +45,7 @@ class JaxprRewriter:
       shards: the number of shards of every dim of the program's values.
       notes: takes one sentence for every op whose operands are padded.
       rewrites: by primitive, the functions to try in order; each returns whether it has defined the op's results.
+      readers: such functions to try for any op.
       constants: evaluates indices that depend on constants alone.
       eqns: the equations of the jaxpr that is being written.
       removable: by id, the equations that are dropped if no equation reads their results: True for one that the rewrite has made,
@@ -54,10 +54,16 @@ class JaxprRewriter:
     """
 
     def __init__(
-        self, program: Program, shards: ShardCounts, notes: list[str], rewrites: Mapping[str, Sequence[Rewrite]]
+        self,
+        program: Program,
+        shards: ShardCounts,
+        notes: list[str],
+        rewrites: Mapping[str, Sequence[Rewrite]],
+        readers: Sequence[Rewrite],
     ):
         """A rewriter without equations; the arguments are attributes of the class."""
-        self.program, self.shards, self.notes, self.rewrites = program, shards, notes, rewrites
+        self.program, self.shards, self.notes = program, shards, notes
+        self.rewrites, self.readers = rewrites, readers
         self.constants = Constants()
         self.eqns: list[JaxprEqn] = []
         self.removable: dict[int, bool] = {}
@@ -83,7 +89,9 @@ class JaxprRewriter:
             self.op = op
             if op.frames:
                 self.control_flow(scope, op)
-            elif not any(rewrite(Site(self, scope, op)) for rewrite in self.rewrites.get(op.name, ())):
+            elif not any(
+                rewrite(Site(self, scope, op)) for rewrite in (*self.rewrites.get(op.name, ()), *self.readers)
+            ):
                 scope.update(zip(op.eqn.outvars, self.copy_eqn(scope, op.eqn), strict=True))
 
     def control_flow(self, scope: Scope, op: Op) -> None:
@@ -96,7 +104,7 @@ class JaxprRewriter:
         if op.primitive.family == "call" or (op.primitive.call and self.program.is_derived_as_traced):
             (frame,), invars = op.frames, body_operands(eqn, eqn.invars)
             if any(isinstance(scope.get(v), View) for v in variables(invars)) or (
-                not op.recomputes and any(o.name in SLICING for o in frame.walk())
+                not op.recomputes and any(o.name in self.rewrites for o in frame.walk())
             ):
                 self.inline(scope, op, invars)
                 return
@@ -136,13 +144,8 @@ class JaxprRewriter:
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
         return outvars
 
-    def append(self, eqn: Any) -> None:
-        """Append an equation that the rewrite makes."""
-        self.eqns.append(eqn)
-        self.removable[id(eqn)] = True
-
-    def emit(self, fn: Callable[..., Any], *atoms: Any) -> Any:
-        """Append the equations of ``fn(*atoms)``, with the source line of ``op``, and return the atom of its one result."""
+    def emit_all(self, fn: Callable[..., Any], *atoms: Any) -> list[Any]:
+        """Append the equations of ``fn(*atoms)``, with the source line of ``op``, and return the atoms of its results."""
         arrays: list[Any] = variables(atoms)
 
         def of_arrays(*xs: Any) -> Any:
@@ -153,10 +156,14 @@ class JaxprRewriter:
             of_arrays, *[abstract_array(a.aval.shape, a.aval.dtype, a.aval.weak_type, on_host(a.aval)) for a in arrays]
         )
         made: list[Any] = []
-        (out,) = inline(made, traced.jaxpr, traced.consts, arrays, source_info=self.op.eqn.source_info)
-        for eqn in made:
-            self.append(eqn)
-        return out
+        outs = inline(made, traced.jaxpr, traced.consts, arrays, source_info=self.op.eqn.source_info)
+        self.eqns += made
+        self.removable.update((id(eqn), True) for eqn in made)
+        return outs
+
+    def emit(self, fn: Callable[..., Any], *atoms: Any) -> Any:
+        """Append the equations of ``fn(*atoms)``, and return the atom of its one result."""
+        return self.emit_all(fn, *atoms)[0]
 
     def read(self, scope: Scope, atom: Any) -> Any:
         """The value of an atom of the program, as an atom of the rewritten jaxpr; a view is computed the first time."""
@@ -169,7 +176,7 @@ class JaxprRewriter:
 
     def compute(self, view: View, shape: tuple[int, ...]) -> Any:
         """Append the equations that compute a view of this shape, and return its atom."""
-        if isinstance(view, CollapsedView):
+        if isinstance(view, RaveledView):
             return self.emit(lambda x: lax.reshape(x, shape), view.source)
         if view.copy is None:
             return self.emit(lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)
@@ -272,15 +279,13 @@ class Site:
         """Append the equations of ``fn(*atoms)``, and return the atom of its one result."""
         return self.rewriter.emit(fn, *atoms)
 
+    def emit_all(self, fn: Callable[..., Any], *atoms: Any) -> list[Any]:
+        """Append the equations of ``fn(*atoms)``, and return the atoms of its results."""
+        return self.rewriter.emit_all(fn, *atoms)
+
     def emit_op(self, atoms: Sequence[Any], **changed: Any) -> Any:
         """Append the op on other operands, with some parameters changed, and return the atom of its one result."""
         return self.emit(lambda *xs: bind(self.op.eqn, xs, {**self.params, **changed})[0], *atoms)
-
-    def emit_reshaped(self, atoms: Sequence[Any], shape: tuple[int, ...]) -> Any:
-        """Append an elementwise op on operands of another shape, and return the atom of its result."""
-        out = Var(self.op.eqn.outvars[0].aval.update(shape=shape))
-        self.rewriter.append(self.op.eqn.replace(invars=list(atoms), outvars=[out]))
-        return out
 
     def emit_masked(self, atom: Any, dims: Mapping[int, PaddedDim], fill: Any) -> Any:
         """Append equations that overwrite the padding of some dims with ``fill``, and return the atom of their result."""
@@ -299,8 +304,8 @@ class Site:
         self.scope[self.op.eqn.outvars[k]] = by
         return True
 
-    def define_padded(self, atom: Any, dims: Mapping[int, PaddedDim]) -> bool:
-        """Represent the first result by an array that is padded along some dims. Returns True."""
+    def define_padded(self, k: int, atom: Any, dims: Mapping[int, PaddedDim]) -> bool:
+        """Represent result k by an array that is padded along some dims. Returns True."""
         op, notes = self.op, self.rewriter.notes
         padded = [dim for dim in dims.values() if dim.is_padded]
         for dim in padded:
@@ -309,9 +314,9 @@ class Site:
             if note not in notes:
                 notes.append(note)
         if not padded:
-            return self.define(0, atom)
+            return self.define(k, atom)
         indices = {d: DimIndices(np.arange(dim.size), dim.shards) for d, dim in dims.items()}
-        return self.define(0, IndexedView(atom, indices))
+        return self.define(k, IndexedView(atom, indices))
 
     def copies(self) -> Callable[[int], Callable[[], Any]]:
         """For result k, a function that returns its atom in a copy of the op's equation, which is appended at the first call."""

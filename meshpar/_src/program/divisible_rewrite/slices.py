@@ -26,49 +26,41 @@ MAX_CONCATENATED = 4
 
 
 def define_indexed(
-    site: Site,
-    k: int,
-    tables: Mapping[int, np.ndarray],
-    copy: Callable[[], Any],
-    apply_unmapped: Callable[[Any, set[int]], Any] | None = None,
-    composed: bool = False,
+    site: Site, k: int, tables: Mapping[int, np.ndarray], copy: Callable[[], Any], composed: bool = False
 ) -> bool:
     """Represent result k by an indexed view of operand 0, i.e. by that array and, for each changed dim, a table of its indices.
 
+    Changed dims that are not split are rearranged before the view is made.
+
     Returns:
-      True if it is represented so; False if no changed dim is split, or if ``apply_unmapped`` is needed and None.
+      True if it is represented so; False if no changed dim is split.
 
     Args:
       tables: for every dim that the op changes, the indices of its elements in the operand.
       copy: copies the op's equation and returns result k.
-      apply_unmapped: (array, dims) → the array with the op applied to those dims only, for the changed dims that are not split;
-        None: the op is represented only if all changed dims are split.
       composed: whether a view of this op alone is read through its tables; else by the copy of the op.
     """
     view = site.indexed(0)
     mapped = {d: t for d, t in tables.items() if d in view.indices or site.shards(site.op.ins[0], d) > 1}
-    if not mapped or (len(mapped) < len(tables) and apply_unmapped is None):
+    others = {d: t for d, t in tables.items() if d not in mapped}
+    if not mapped:
         return False
     source, indices = view.source, dict(view.indices)
-    if apply_unmapped is not None and len(mapped) < len(tables):
-        source = site.emit(lambda x: apply_unmapped(x, tables.keys() - mapped.keys()), source)
     for d, table in mapped.items():
         indices[d] = indices[d].take(table) if d in indices else DimIndices(table, site.shards(site.op.ins[0], d))
     if not all(len(dim.table) for dim in indices.values()):
         return False
+    if others:
+        source = site.emit(lambda x: rearranged(x, others), source)
     return site.define(k, IndexedView(source, indices, copy, composed or bool(view.indices)))
 
 
 def slice_(site: Site) -> bool:
-    """Rewrite a slice; dims that are not split are sliced before the view is made."""
+    """Rewrite a slice."""
     p, shape = site.params, site.shape(0)
     limits = list(zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(shape), strict=True))
     tables = {d: np.arange(*limits[d]) for d, n in enumerate(shape) if limits[d] != (0, n, 1)}
-
-    def apply_unmapped(x: Any, dims: set[int]) -> Any:
-        return lax.slice(x, *zip(*(limits[d] if d in dims else (0, n, 1) for d, n in enumerate(x.shape)), strict=True))
-
-    return define_indexed(site, 0, tables, site.copies()(0), apply_unmapped)
+    return define_indexed(site, 0, tables, site.copies()(0))
 
 
 def split(site: Site) -> bool:
@@ -84,13 +76,13 @@ def split(site: Site) -> bool:
 
 
 def rev(site: Site) -> bool:
-    """Rewrite a reversal; False unless all reversed dims are split."""
+    """Rewrite a reversal."""
     tables = {d: np.arange(site.shape(0)[d])[::-1] for d in site.params["dimensions"]}
     return define_indexed(site, 0, tables, site.copies()(0))
 
 
 def pad(site: Site) -> bool:
-    """Rewrite padding with a literal zero; False for other padding, and unless all padded dims are split."""
+    """Rewrite padding with a literal zero; False for other padding."""
     if not site.is_zero(1):
         return False
     tables = {}
@@ -141,7 +133,7 @@ def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
     if any(on_host(v.source) for v in views):  # masks are in device memory
         return False
     sizes = [v.shape[d] for v in views]
-    dim, ends = PaddedDim.of(sum(sizes), shards), np.cumsum(sizes).tolist()
+    dim, ends = PaddedDim(sum(sizes), shards), np.cumsum(sizes).tolist()
     moved = []
     for view, size, end in zip(views, sizes, ends, strict=True):
         table = np.full(dim.padded_size, ANY)
@@ -154,4 +146,4 @@ def _selected(site: Site, d: int, views: Sequence[IndexedView]) -> bool:
             out = jnp.where(lax.broadcasted_iota(np.int32, x.shape, d) < end, x, out)
         return out
 
-    return site.define_padded(site.emit(select, *moved), {d: dim})
+    return site.define_padded(0, site.emit(select, *moved), {d: dim})

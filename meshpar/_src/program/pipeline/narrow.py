@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from ...compat.jax import closed_parts, make_generated_jaxpr
 from ...compat.loops import loop_parts
@@ -83,39 +83,33 @@ def cast_stacks(body: Body, loops: Sequence[LayerLoop]) -> None:
     for i, (eqn, loop) in enumerate(zip(body.loops, loops, strict=True)):
         invars, wide = list(eqn.invars), dict[int, Any]()
         for p in loop_parts(eqn).stacks:
-            v, dtype = invars[p], _only_cast(loop.op, p)
-            if dtype is None or body.place(v) != INVARIANT:
+            v, cast = invars[p], _only_cast(loop.op, p)
+            if cast is None or body.place(v) != INVARIANT:
                 continue
+            dtype = cast.params["new_dtype"]
             if (v, dtype) not in copies:
                 copies[v, dtype] = copy = Var(v.aval.update(dtype=dtype, weak_type=False))
-                body.eqns.append(_cast(v, copy))
+                body.eqns.append(cast.replace(invars=[v], outvars=[copy]))
                 body.places[copy] = INVARIANT
             invars[p], wide[p] = copies[v, dtype], v.aval.dtype
         if wide:
             body.loops[i] = eqn.replace(invars=invars, params={**eqn.params, "jaxpr": _widening(eqn, wide, invars)})
 
 
-def _only_cast(loop: Op, position: int) -> Any:
-    """The narrower floating-point dtype to which a layer casts its slice of an operand; None: the layer reads it otherwise."""
+def _only_cast(loop: Op, position: int) -> JaxprEqn | None:
+    """The equation by which a layer casts its slice of an operand to a narrower float dtype; None: the layer reads it otherwise."""
     (frame,) = loop.frames
-    value, dtypes = frame.ins()[position], set()
+    value, casts = frame.ins()[position], dict[Any, JaxprEqn | None]()  # by dtype
     for op in frame.walk():
         is_call = op.frames and not op.primitive.control_flow  # its body reads its operands
         if value in op.ins and not is_call:
-            dtypes.add(op.outs[0].aval.dtype if op.primitive.family == "cast" else None)
-    if len(dtypes) != 1 or None in dtypes or value in frame.outs():
+            is_cast = op.primitive.family == "cast"
+            casts[op.outs[0].aval.dtype if is_cast else None] = op.eqn if is_cast else None
+    if len(casts) != 1 or None in casts or value in frame.outs():
         return None
-    (dtype,) = dtypes
+    ((dtype, cast),) = casts.items()
     floats = np.issubdtype(value.aval.dtype, np.floating) and jax.dtypes.issubdtype(dtype, np.floating)
-    return dtype if floats and dtype.itemsize < value.aval.dtype.itemsize else None
-
-
-def _cast(wide: Any, narrow: Any) -> Any:
-    """The equation that casts a variable to the dtype of another one."""
-    dtype = narrow.aval.dtype
-    aval = jax.ShapeDtypeStruct(wide.aval.shape, wide.aval.dtype)
-    closed = make_generated_jaxpr(lambda x: lax.convert_element_type(x, dtype), aval)
-    return closed.jaxpr.eqns[0].replace(invars=[wide], outvars=[narrow])
+    return cast if floats and dtype.itemsize < value.aval.dtype.itemsize else None
 
 
 def _widening(eqn: Any, wide: Mapping[int, Any], invars: Sequence[Any]) -> ClosedJaxpr:

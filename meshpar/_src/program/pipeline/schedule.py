@@ -138,20 +138,14 @@ class Schedule:
         """
         if "B" not in self.order:
             return Fraction(1)
-        if self.name == "gpipe" and "R" not in self.order:
-            return Fraction(self.microbatches)
-        first = self.order.rindex("F") if "R" in self.order else 0  # of remat: the recomputed activations
-        distance = self.starts[self.order.rindex("B")] - self.starts[first + ("R" in self.order)]
-        # a slot of stage 0 in round r is stored for distance + (v·K − 1) − 2·r·K ticks after its own
-        lives = [distance + self.passage(0) - 2 * r * self.stages for r in range(self.rounds)]
-        return min(Fraction(self.microbatches), max(self._stored(lives, tick) for tick in range(self.period * 3)))
-
-    def _stored(self, lives: Sequence[int], tick: int) -> Fraction:
-        """The microbatches stored at a tick of a long steady phase, by the ticks for which slots of each round are stored."""
-        count = sum(
-            lives[step // self.stages % self.rounds] >= tick - step for step in range(tick - 2 * max(lives), tick + 1)
-        )
-        return Fraction(count, self.rounds)
+        makes = self.order.index("R") if "R" in self.order else 0  # of remat: the recomputed activations
+        reads, stage = self.order.rindex("B"), self.stages - 1 if self.is_reverse(makes) else 0
+        stored = most = 0
+        for tick in range(self.ticks):
+            stored += self.slot(makes, stage, tick) is not None
+            most = max(most, stored)
+            stored -= self.slot(reads, stage, tick) is not None
+        return Fraction(most, self.rounds)
 
     def slot(self, loop: int, stage: int, tick: int) -> tuple[int, int] | None:
         """(microbatch, round) that a stage processes for a loop at a tick; None: it is idle."""

@@ -110,14 +110,6 @@ class Stages:
         """[K]: for each stage, whether a layer of round ``r`` is one of the L layers."""
         return (r * self.count + self.index()) * self.length + index < self.layers
 
-    def of_round(self, parts: Any, r: Any) -> Any:
-        """[L / (v·K), K, …]: of [L / K, K, …], the layers of round ``r`` (an int32 [K]) of each stage."""
-        if self.rounds == 1:
-            return parts
-        layers = parts.shape[0] // self.rounds
-        groups = jnp.reshape(parts, (self.rounds, layers, *parts.shape[1:]))
-        return jnp.swapaxes(self.rows(groups, r, 1), 0, 1)
-
     def entering(self, value: Any, sent: Any, stage: int, when: Any = True) -> Any:
         """[K, …]: the results of the stage before, and for the first ``stage`` a new value.
 

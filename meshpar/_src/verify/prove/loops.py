@@ -183,6 +183,7 @@ def differs(found: Term, wanted: Term) -> str:
 
     def text(t: Term) -> str:
         args = ", ".join(f"{a.op}{list(a.shape)}" for a in t.args)
-        return f"{t.op}[{str(t.params)[:60]}]({args}) {t.dtype}{list(t.shape)}"
+        params = f"[{str(t.params)[:60]}]" * (found.op == wanted.op and found.params != wanted.params)
+        return f"{t.op}{params}({args}) {t.dtype}{list(t.shape)}"
 
-    return f"{text(found)}, as written {text(wanted)}"
+    return f"it has {text(found)} in place of {text(wanted)}"

@@ -44,7 +44,7 @@ class Proof:
     Attributes:
       results: one for each array that the function returns.
       ops: family of lemmas → number of equations of the per-device program that its lemmas prove.
-      failed: cause → number of equations without a relation to a global value.
+      failed: cause → number of equations without a relation to a global value; 0 for the cause of a result that is another value.
       unreached: number of equations that read their results.
       kernels: name → number of calls of kernels, whose local form is assumed to compute their rule.
       seconds: CPU time.
@@ -99,9 +99,6 @@ class Proof:
             f"  {total} ops proven ({self.share:.0%}): {families}",
         ]
         lines += [f"  not proven: {c}" + f", {n} times" * (n > 1) for c, n in list(self.failed.items())[:MAX_CAUSES]]
-        if not self.failed:
-            shown = [r for r in self.results if r.cause is not None][:MAX_CAUSES]
-            lines += [f"  not proven: {r.path}: {r.cause.reason}" for r in shown if r.cause is not None]
         if self.planned is not None:
             proven = sum(r.status == "proven" for r in self.planned.results)
             lines.append(f"  of the program after meshpar's rewrites: {proven} of {len(self.results)} results")

@@ -268,10 +268,12 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
     for k, (have, want) in enumerate(zip(found, expected, strict=True)):
         path, cause = paths[k] if paths else str(k), have if isinstance(have, Cause) else want
         if isinstance(have, Rel) and isinstance(want, Rel):
-            text = f"another value than as written: {loops.differs(have.term, want.term)}"
+            text = f"is not the value of the function as written: {loops.differs(have.term, want.term)}"
             cause = None if have.term is want.term else Cause("result", path, text)
         assert not isinstance(cause, Rel)
         status = "proven" if cause is None else "refused" if cause.refused else "not verified"
         results.append(Result(path, status, cause))
-    ops, kernels = dict(walk.proven), dict(walk.kernels)
-    return Proof(tuple(results), ops, dict(walk.failed), walk.unreached, kernels, time.process_time() - begin)
+    failed = dict(walk.failed) | {r.cause: walk.failed[r.cause] for r in results if r.cause is not None}
+    return Proof(
+        tuple(results), dict(walk.proven), failed, walk.unreached, dict(walk.kernels), time.process_time() - begin
+    )
