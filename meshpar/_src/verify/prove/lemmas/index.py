@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from ..laws import ALL, act, axes_text, not_partial, partial_of
-from ..masks import axes_of, owned_rows, sharded_start
+from ..masks import Rows, axes_of, owned, sharded_start
 from ..relation import Context, Rel, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced
@@ -125,7 +125,7 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     result = at(local, mode)
     if local.axes:
         modes = [str(m) for m in GatherScatterMode] if mode == str(GatherScatterMode.FILL_OR_DROP) else []
-        term = owned_rows(ctx, axes, x.shape[d], modes, local, lambda i, mode: at(i, mode).term)
+        term = owned(ctx, Rows(axes, x.shape[d], local), modes, lambda i, mode: at(i, mode).term)
         require(term is not None, "a scatter at indices that depend on the device")
         result = replace(result, term=term)
     dims = zip(ins[1] + ins[2], index.spec + update.spec, strict=True)
