@@ -37,7 +37,7 @@ def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
 
     def plan(target: Any, layout: str, mesh: str, topology: str) -> mp.Plan:
         step, args, dims = target
-        return mp.plan(step, *args, layout=layout, mesh=mesh, topology=topology, dims=dims)
+        return mp.plan(step, *args, layout=layout, mesh=mesh, topology=topology, dims=dims, lowering="shard_map")
 
     large = "data=128, model=8", "v5p:8x8x16"
     for name in ("fsdp_tensor", "sequence_parallel"):

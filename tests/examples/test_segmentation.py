@@ -3,19 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import count_weights, drawn
+from arrays import drawn
 from lowered import same
 
 import meshpar as mp
 import resnet
 import segmentation
-
-
-def test_the_size_is_the_published_one():
-    encoder = 25_557_032 - 2049 * 1000  # a ResNet-50 without its classifier
-    heads = 2048 * 512 * 9 + 2 * 512 + 513 * 21 + 1024 * 256 * 9 + 2 * 256 + 257 * 21
-    total = count_weights(segmentation.cityscapes(classes=21))
-    assert total == encoder + heads == 35_322_218  # of torchvision's fcn_resnet50, with 21 classes
 
 
 def test_upsampling_is_bilinear_interpolation_of_pixel_centres():

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import train_classifier
 
-import meshpar as mp
-
 
 @pytest.fixture(scope="module")
 def run():
@@ -24,8 +22,3 @@ def test_another_layout_gives_the_same_losses(run):
     other = train_classifier.main(["--epochs", "1", "--seed", "1", "--layout", "batch: data", "--mesh", "data=8"])
     # Adam makes the differences of rounding grow, so not too many steps are compared.
     np.testing.assert_allclose(other.losses[:12], run.losses[:12], rtol=1e-4)
-
-
-def test_an_unknown_dim_is_explained():
-    with pytest.raises(mp.errors.UnknownDimError, match="wide"):
-        train_classifier.main(["--layout", "batch: data; wyde: model"])

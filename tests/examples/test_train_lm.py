@@ -75,21 +75,6 @@ def test_bad_flags_are_explained(flags, words, capsys):
     assert all(word in said for word in words)
 
 
-@pytest.mark.parametrize(
-    ("flags", "error", "words"),
-    [
-        (["--mesh", "data=64"], mp.errors.MeshError, "needs 64 devices, but there are 8"),
-        (["--mesh", "data 8"], mp.errors.LayoutSyntaxError, "data 8"),
-        (["--layout", "batch: dta"], mp.errors.UnknownAxisError, "data"),
-        (["--layout", "bath: data"], mp.errors.UnknownDimError, "batch"),
-        (["--batch", "6"], mp.errors.DivisibilityError, "batch"),
-    ],
-)
-def test_errors_of_impossible_layouts(flags, error, words):
-    with pytest.raises(error, match=words):
-        train_lm.main([*TINY, *flags, "--picture", ""])
-
-
 def test_the_default_mesh_has_the_axes_of_the_rules():
     assert dict(mp.mesh(train_lm.default_mesh(train_lm.LAYOUTS["fsdp"])).shape) == {"data": 8}
     megatron = mp.mesh(train_lm.default_mesh(train_lm.LAYOUTS["megatron"]))

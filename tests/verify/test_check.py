@@ -17,7 +17,6 @@ from meshpar._src.entry.api import check
 from meshpar._src.lower import LOWERINGS
 from meshpar._src.rules import PRIMITIVES, registry
 from meshpar._src.verify.check import _default_meshes, each_layout
-from meshpar._src.verify.localize import flatten
 from meshpar._src.verify.numbers import compare, copies
 from meshpar.errors import CheckError, DivisibilityError
 
@@ -430,27 +429,6 @@ def test_compare():
     half = np.array([1.0, 2.0], jnp.bfloat16)
     assert compare(half, np.array([1.03, 2.0], jnp.bfloat16), 1e-5).ok
     assert not compare(2 * half, half, 1e-5).ok
-
-
-def test_flatten_inlines_calls_and_drops_what_is_not_used():
-    @jax.jit
-    def inner(x):
-        return jax.nn.relu(x) + jnp.arange(4.0)
-
-    def outer(x):
-        jnp.sin(x)
-        y = jax.checkpoint(inner)(inner(x))
-        return jax.lax.fori_loop(0, 2, lambda _, c: c * 2, y)
-
-    x = np.array([-1.0, 2, 3, -4], np.float32)
-    closed = jax.make_jaxpr(outer)(x)
-    flat = flatten(closed)
-    names = [e.primitive.name for e in flat.jaxpr.eqns]
-    assert "sin" not in names
-    assert not {"jit", "pjit", "checkpoint", "custom_jvp_call"} & set(names)
-    assert names.count("max") == 2
-    assert names.count("scan") + names.count("while") == 1
-    assert np.array_equal(jaxpr_as_fun(flat)(x)[0], outer(x))
 
 
 def test_the_leaves_that_differ_by_rounding_are_named():

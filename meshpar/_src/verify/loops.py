@@ -73,31 +73,12 @@ class Scope:
         if op in ("fusion", "call"):
             inner = self.inner(i.called, [functools.partial(self.value, x) for x in i.operands])
             return inner.result() if inner else None
-        if op == "while":
-            return functools.partial(self._after_loop, i)
         return None
 
     def inner(self, name: str | None, arguments: Sequence[Thunk]) -> Scope | None:
         """The scope of a called computation."""
         computation = self.module.computations.get(name or "")
         return Scope(self.module, computation, arguments) if computation else None
-
-    def _after_loop(self, loop: Instruction, index: int) -> Any:
-        """An element of a loop's result: the initial value if the body passes it on unchanged, else None."""
-        body = self.module.computations.get(loop.attribute("body") or "")
-        root = body.get(body.root) if body else None
-        if body is None or root is None or root.opcode != "tuple":
-            return None
-        i = body.get(root.operands[index])
-        while i is not None and i.opcode in _SAME:
-            i = body.get(i.operands[0])
-        if i is None or i.opcode != "get-tuple-element" or i.attribute("index") != str(index):
-            return None
-        source = body.get(i.operands[0])
-        if source is None or source.opcode != "parameter":
-            return None
-        before = self.value(loop.operands[0])
-        return before(index) if callable(before) else None
 
 
 State = dict[int, Any]

@@ -16,7 +16,7 @@ ALL = range(64)
 
 
 def axes_text(axes: Iterable[str]) -> str:
-    return ", ".join(sorted(axes)) or "no axis"
+    return ", ".join(axes if isinstance(axes, tuple) else sorted(axes)) or "no axis"
 
 
 def act(
@@ -37,7 +37,8 @@ def act(
     """The results of an op whose dims have labels, as those of an einsum.
 
     Dims of one label are carried along: they are sharded alike, or constant, in all operands, and so in the results. The op acts
-    along the dims of the labels ``whole``: these are not sharded, and may have another size in each operand and result.
+    along the dims of the labels ``whole``: these are not sharded, and may have another size in each operand and result. If a result
+    lacks the label of a dim that is sharded, it is for the lemma to say what the devices have.
 
     Args:
       ins, outs: the labels of the dims of each operand and result; None: their numbers.

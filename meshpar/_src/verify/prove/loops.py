@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .relation import Cause, Context, Known, Rel, Unknown, Unverified, require
+from .relation import Cause, Context, Known, Rel, Unverified, require
 from .term import Term, is_zero
 
 MAX_ROUNDS = 12
@@ -98,7 +98,7 @@ def places_of(loop: Loop, inits: Sequence[Known], avals: Sequence[Any]) -> list[
     out: list[int] = []
     for r, aval in zip(inits, avals, strict=True):
         for k in range(out[-1] + 1 if out else 0, len(loop.inits)):
-            same = isinstance(r, Unknown) or r.term is loop.inits[k]
+            same = isinstance(r, Cause) or r.term is loop.inits[k]
             if same and len(loop.carries[k].shape) == len(aval.shape) and loop.carries[k].dtype == str(aval.dtype):
                 out.append(k)
                 break
@@ -164,9 +164,9 @@ def invariants(
         for k, (guess, after) in enumerate(zip(before, nexts, strict=True)):
             if isinstance(guess, Rel):
                 try:
-                    guesses[k] = after if isinstance(after, Unknown) else preserved(k, guess, after)
+                    guesses[k] = after if isinstance(after, Cause) else preserved(k, guess, after)
                 except Unverified as e:
-                    guesses[k] = Unknown(replace(cause, reason=str(e), refused=e.refused))
+                    guesses[k] = replace(cause, reason=str(e), refused=e.refused)
         if guesses == before:
             return guesses, others
     raise Unverified("a loop without an invariant")

@@ -10,13 +10,13 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .relation import Context, Rel, Unverified, require
-from .term import Term, Terms, is_zero, number_of
+from .term import Term, is_zero, number_of
 
 MAX_VALUES = 1 << 25
 """Evaluated elements; a larger table is not verified."""
@@ -91,9 +91,9 @@ def evaluate(
                 found = at[str(t.params)][:, None]
             elif number is not None:
                 found = np.asarray([[number]])
+            elif function is None:
+                raise Unverified("an index that depends on data and on the device")
             else:
-                require(function is not None, "an index that depends on data and on the device")
-                assert function is not None
                 found = function(*map(value, t.args))
             done[t.number] = np.asarray(found).astype(t.dtype)
         return done[t.number]
@@ -107,10 +107,10 @@ def axes_of(ctx: Context, term: Term) -> tuple[str, ...]:
 
 
 def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) -> tuple[tuple[str, ...], int] | None:
-    """(axes, base) so that the offset of each device is ``base`` plus ``step`` times its index along the axes; None if there are
-    none."""
+    """(some of the axes, base) so that the offset of each device is ``base`` plus ``step`` times its index along the axes; None if
+    there are none."""
     at, base = ctx.coordinates(axes), int(offsets.min())
-    for order in itertools.permutations(axes):
+    for order in itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1)):
         if (offsets == base + step * ctx.linear(order, at)).all():
             return order, base
     return None
@@ -146,14 +146,12 @@ def global_iota(ctx: Context, rel: Rel, _: Sequence[Rel]) -> Rel | None:
         return None
     (d,), n, axes = dims, rel.shape[dims[0]], axes_of(ctx, rel.term)
     (values,) = evaluate(ctx, axes, [rel.term], found[0], np.arange(n))
-    order = order_of(ctx, axes, values[:, 0], n)
-    if order is None or not (values == values[:, :1] + np.arange(n)).all():
+    order, base = order_of(ctx, axes, values[:, 0], n) or ((), -1)
+    if base or not (values == values[:, :1] + np.arange(n)).all():
         return None
-    shape = tuple(n * ctx.size(axes) if k == d else 1 for k in range(len(rel.shape)))
+    shape = tuple(n * ctx.size(order) if k == d else 1 for k in range(len(rel.shape)))
     term = ctx.terms.make("iota", None, (), shape, rel.term.dtype)
-    if order[1]:
-        term = ctx.terms.add(term, ctx.terms.literal(order[1], rel.term.dtype, len(shape)))
-    return replace(rel, term=term, spec=tuple(order[0] if k == d else () for k in range(len(shape))))
+    return replace(rel, term=term, spec=tuple(order if k == d else () for k in range(len(shape))))
 
 
 def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
@@ -179,6 +177,21 @@ def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """How devices access rows of an array of which each has a block of ``n``, along axes.
+
+    Attributes:
+      local: the index in the block.
+      mask: where a device gathers; None: a scatter, which drops indices out of range.
+    """
+
+    axes: tuple[str, ...]
+    n: int
+    local: Term
+    mask: Term | None = None
+
+
 def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
     """The rows of a sharded table, where each device masks those that it reads of its block."""
     own: Any = block.params
@@ -190,49 +203,41 @@ def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
     def made(index: Term, _: str) -> Term:
         return ctx.terms.make("gather", params, (table, index), block.shape, block.dtype)
 
-    return owned_rows(ctx, axes, n, [str(dict(params)["mode"])], local, made, mask)
+    return owned(ctx, Rows(axes, n, local, mask), [str(dict(params)["mode"])], made)
 
 
-def owned_rows(
-    ctx: Context,
-    axes: tuple[str, ...],
-    n: int,
-    modes: Sequence[str],
-    local: Term,
-    made: Callable[[Term, str], Term],
-    mask: Term | None = None,
-) -> Term | None:
+def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, str], Term]) -> Term | None:
     """The value ``made(index, mode)`` of the function as written, for an index among the terms within a local one, of which each
-    row is on one device: the one with it in its block of ``n`` rows, which accesses it at the local index.
+    row is accessed by the one device that has it.
 
     Args:
       modes: of the gather or scatter as written, for an index out of range.
-      mask: where a device gathers; None: a scatter, which drops indices out of range.
     """
-    for t in parts(local):
-        if not t.axes and t.dtype == local.dtype and math.prod(t.shape) == math.prod(local.shape):
-            index = ctx.terms.reshape(t, local.shape)
+    shape = rows.local.shape
+    for t in parts(rows.local):
+        if not t.axes and t.dtype == rows.local.dtype and math.prod(t.shape) == math.prod(shape):
             for mode in modes:
-                value = made(index, mode)
-                if ctx.terms.is_known(value) and _owned(ctx, axes, n, mode, local, t, mask):
+                value = made(ctx.terms.reshape(t, shape), mode)
+                if ctx.terms.is_known(value) and _each_once(ctx, rows, mode, t):
                     return value
     return None
 
 
-def _owned(ctx: Context, axes: tuple[str, ...], n: int, mode: str, local: Term, index: Term, mask: Term | None) -> bool:
-    """The law of :func:`owned_rows`, for all values of the index: those within the sum of all numbers in the terms, beyond which no
+def _each_once(ctx: Context, rows: Rows, mode: str, index: Term) -> bool:
+    """The law of :func:`owned`, for all values of the index: those within the sum of all numbers in the terms, beyond which no
     comparison changes, and the extremes of int32."""
-    total, terms = n * ctx.size(axes), [local] if mask is None else [local, mask]
+    n, total = rows.n, rows.n * ctx.size(rows.axes)
+    terms = [rows.local] if rows.mask is None else [rows.local, rows.mask]
     limit, ends = total + sum(abs(int(number_of(t) or 0)) for t in parts(*terms)), np.iinfo(np.int32)
     if limit > MAX_VALUES:
         return False
     values = np.concatenate([[ends.min, ends.min + 1], np.arange(-limit, limit + 1), [ends.max]]).astype(index.dtype)
     try:
-        row, *masks = evaluate(ctx, axes, terms, index, values)
+        row, *masks = evaluate(ctx, rows.axes, terms, index, values)
     except Unverified:
         return False
     wanted = np.broadcast_to(values.astype(np.int64), row.shape)
-    first = n * np.asarray(ctx.linear(axes, ctx.coordinates(axes)))[:, None]
+    first = n * np.asarray(ctx.linear(rows.axes, ctx.coordinates(rows.axes)))[:, None]
     inside = (wanted >= 0) & (wanted < total)
     defined = inside if "PROMISE" in mode else np.ones_like(inside)
     if "CLIP" in mode:
@@ -242,50 +247,3 @@ def _owned(ctx: Context, axes: tuple[str, ...], n: int, mode: str, local: Term, 
     right = np.where(inside, in_block & (row + first == wanted), ~in_block)
     own, owners = (masks[0], 1) if masks else (in_block, inside[0])
     return bool(((own.sum(0) == owners) | ~defined[0]).all() and (right | ~own | ~defined).all())
-
-
-def ordered(terms: Terms, x: Term, kind: str) -> Term:
-    """The integers that are in the order of floats, of ``x``; NaN is the largest (of a minimum: the smallest) of them."""
-    dtype = f"int{8 * np.dtype(x.dtype).itemsize}"
-    n = flipped(terms, terms.make("bitcast", None, (x,), x.shape, dtype))
-    nan = terms.make("ne", (), (x, x), x.shape, "bool")
-    limit = np.iinfo(dtype).max if kind == "max" else np.iinfo(dtype).min
-    return terms.make("select_n", (), (nan, n, terms.literal(limit, dtype, len(x.shape))), x.shape, dtype)
-
-
-def flipped(terms: Terms, n: Term) -> Term:
-    """Integers whose order is that of the floats with these bits: of negative numbers, all bits except the sign are inverted."""
-    rank = len(n.shape)
-    negative = terms.make("lt", (), (n, terms.literal(0, n.dtype, rank)), n.shape, "bool")
-    largest = terms.literal(np.iinfo(n.dtype).max, n.dtype, rank)
-    inverted = terms.make("xor", (), (n, largest), n.shape, n.dtype, sort=True)
-    return terms.make("select_n", (), (negative, n, inverted), n.shape, n.dtype)
-
-
-def image_of(terms: Terms, term: Term, kind: str) -> Term | None:
-    """The x of which a term is :func:`ordered`."""
-    if term.op != "select_n" or term.args[0].op != "ne":
-        return None
-    x = term.args[0].args[0]
-    return x if term is ordered(terms, x, kind) else None
-
-
-def unordered(terms: Terms, term: Term, dtype: str) -> Term | None:
-    """The x of dtype ``dtype`` of which a term is :func:`flipped` :func:`ordered`: its bits are those of x."""
-    if term.op != "select_n" or term.args[0].op != "lt":
-        return None
-    n = term.args[1]
-    x = image_of(terms, n, "max") or image_of(terms, n, "min")
-    return x if x is not None and x.dtype == dtype and term is flipped(terms, n) else None
-
-
-def bits_of(term: Term) -> bool:
-    """Whether a term is the bits of floats with the sign inverted: of the neutral element of addition, -0.0, all bits are 0."""
-    if term.op != "xor":
-        return False
-    for x, sign in (term.args, term.args[::-1]):
-        if x.op == "bitcast" and x.args[0].dtype.startswith(("float", "bfloat")):
-            width = 8 * np.dtype(x.args[0].dtype).itemsize
-            if number_of(sign) == 1 << (width - 1) and x.dtype == f"uint{width}":
-                return True
-    return False

@@ -70,6 +70,10 @@ class Rel:
         """The axes along which devices may have different values."""
         return self.sharded | self.partial | self.term.axes
 
+    def resized(self, d: int, n: int) -> tuple[int, ...]:
+        """The shape, with ``n`` elements along a dim."""
+        return (*self.shape[:d], n, *self.shape[d + 1 :])
+
     def of(self, term: Term, shape: Sequence[int], spec: Iterable[tuple[str, ...]]) -> Rel:
         """The relation of a result that carries the partial axes along."""
         spec = tuple(axes if n != 1 else () for axes, n in zip(spec, term.shape, strict=True))
@@ -77,15 +81,8 @@ class Rel:
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
-    """A per-device value of which nothing is known, and the equation that is the cause."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
 class Cause:
-    """Why an equation is not verified.
+    """Why an equation is not verified, in place of the relations of its results, of which nothing is known.
 
     Attributes:
       op: its primitive.
@@ -103,13 +100,13 @@ class Cause:
         return f"{self.op} ({self.line}): {self.reason}"
 
 
-Known = Rel | Unknown
-"""What is known of a value."""
+Known = Rel | Cause
+"""What is known of a value: its relation, or why it has none."""
 
 
 def mapped(fn: Callable[[Rel], Known], values: Iterable[Known]) -> list[Known]:
     """The function of each relation; what is unknown stays so."""
-    return [r if isinstance(r, Unknown) else fn(r) for r in values]
+    return [r if isinstance(r, Cause) else fn(r) for r in values]
 
 
 @dataclass(slots=True)
@@ -121,6 +118,7 @@ class Context:
       sizes: axis → size, of the mesh axes that a program is in the ``shard_map`` of.
       loops: the loops of the function as it was written, by their kind and length.
       kernels: (name, numbers of the operands) → a kernel of the function as it was written.
+      images: number of a term → the kind with which it is reduced as the value that it is an image of (:mod:`lemmas.bits`).
       written: the equations are those of the function as it was written.
     """
 
@@ -128,6 +126,7 @@ class Context:
     sizes: Mapping[str, int] = field(default_factory=dict)
     loops: dict[Any, list[Any]] = field(default_factory=dict)
     kernels: dict[Any, JaxprEqn] = field(default_factory=dict)
+    images: dict[int, str] = field(default_factory=dict)
     written: bool = True
 
     def size(self, axes: Iterable[str]) -> int:

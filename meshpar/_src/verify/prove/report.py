@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from .relation import Cause
@@ -85,20 +85,10 @@ class Proof:
 
     def to_json(self) -> str:
         """The proof as JSON."""
-        causes = [{**asdict(c), "count": n} for c, n in self.failed.items()]
-        values = {
-            "status": self.status,
-            "results": [asdict(r) for r in self.results],
-            "ops": dict(self.ops),
-            "share": self.share,
-            "failed": causes,
-            "unreached": self.unreached,
-            "kernels": dict(self.kernels),
-            "assumptions": self.assumptions,
-            "seconds": self.seconds,
-            "planned": None if self.planned is None else json.loads(self.planned.to_json()),
-        }
-        return json.dumps(values)
+        values = asdict(replace(self, failed={}, planned=None))
+        values |= {"status": self.status, "share": self.share, "assumptions": self.assumptions}
+        values["failed"] = [{**asdict(c), "count": n} for c, n in self.failed.items()]
+        return json.dumps(values | {"planned": self.planned and json.loads(self.planned.to_json())})
 
     def __str__(self) -> str:
         count = sum(r.status == "proven" for r in self.results)

@@ -62,6 +62,7 @@ class Terms:
     def __init__(self) -> None:
         self.table: dict[Hashable, Term] = {}
         self.known: set[int] = set()
+        self.equal: dict[int, Term] = {}  # number of a term → the term that it is equal to
 
     def make(
         self, op: str, params: Hashable, args: Iterable[Term], shape: Sequence[int], dtype: Any, sort: bool = False
@@ -80,7 +81,7 @@ class Terms:
         found = self.table.get(key)
         if found is None:
             found = self.table[key] = Term(op, params, args, shape, dtype, len(self.table))
-        return found
+        return self.equal.get(found.number, found)
 
     def is_known(self, term: Term) -> bool:
         """Whether the function as it was written has this value: the better of several relations that all hold."""

@@ -16,7 +16,7 @@ from .laws import act, axes_text, not_partial, partial_of
 from .lemmas import LOCAL_FORM, family_of, lemma_of
 from .lemmas.elementwise import SAME
 from .loops import Loop
-from .relation import Cause, Context, Known, Rel, Unknown, Unverified, aval_of, mapped, require
+from .relation import Cause, Context, Known, Rel, Unverified, aval_of, mapped, require
 from .report import Proof, Result
 from .term import Terms
 
@@ -57,7 +57,7 @@ class Walk:
         """The relations of the results of a jaxpr for those of its arguments."""
         env: dict[Any, Known] = dict(zip(jaxpr.invars, args, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = const if isinstance(const, (Rel, Unknown)) else self.constant(const)
+            env[var] = self.ctx.replicated(self.ctx.terms.array(const), getattr(const, "shape", ()))
 
         def read(var: Any) -> Known:
             if isinstance(var, Literal):
@@ -68,14 +68,10 @@ class Walk:
             env.update(zip(eqn.outvars, self.equation(eqn, [read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def constant(self, value: Any) -> Rel:
-        term = self.ctx.terms.array(value)
-        return self.ctx.replicated(term, getattr(value, "shape", ()))
-
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
         name, fn = eqn.primitive.name, lemma_of(eqn)
-        unknown = next((r for r in rels if isinstance(r, Unknown)), None)
+        unknown = next((r for r in rels if isinstance(r, Cause)), None)
         try:
             if fn is None and name in self.bodies:
                 return self.bodies[name](eqn, list(rels))
@@ -85,8 +81,8 @@ class Walk:
             if unknown is not None:
                 self.unreached += self.counting and not self.ctx.written
                 return [unknown] * len(eqn.outvars)
-            require(fn is not None, "no lemma")
-            assert fn is not None
+            if fn is None:
+                raise Unverified("no lemma")
             keep = name == "bitcast_convert_type"
             out = fn(self.ctx, eqn, [r if keep else as_sum(r) for r in rels if isinstance(r, Rel)])
         except Unverified as e:
@@ -103,7 +99,7 @@ class Walk:
             if family == "kernel":
                 self.kernels[str(eqn.params["name"]).removeprefix(LOCAL_FORM)] += 1
 
-    def unknown(self, eqn: JaxprEqn, reason: str, refused: bool = False, rels: Sequence[Known] = ()) -> Unknown:
+    def unknown(self, eqn: JaxprEqn, reason: str, refused: bool = False, rels: Sequence[Known] = ()) -> Cause:
         """Record an equation that no lemma proves. It is refused only if its operands are values of the function as it was written:
         others are perhaps blocks of values that are not in this form."""
         terms, written = [r.term for r in rels if isinstance(r, Rel) and r.term.op != "literal"], self.ctx.written
@@ -112,7 +108,7 @@ class Walk:
         cause = Cause(eqn.primitive.name, source_line(eqn), reason, refused)
         if self.counting:
             self.failed[cause] += 1
-        return Unknown(cause)
+        return cause
 
     def call(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         """The results of the body of a call."""
@@ -134,12 +130,12 @@ class Walk:
         self.ctx.sizes = sizes
         try:
             args = [
-                r if isinstance(r, Unknown) else r.of(r.term, aval_of(v).shape, spec_of(spec, len(r.shape)))
+                r if isinstance(r, Cause) else r.of(r.term, aval_of(v).shape, spec_of(spec, len(r.shape)))
                 for r, spec, v in zip(rels, p["in_specs"], jaxpr.invars, strict=True)
             ]
             results = self.run(jaxpr, (), args)
             return [
-                r if isinstance(r, Unknown) else self.result(eqn, k, r, spec_of(spec, len(r.shape)))
+                r if isinstance(r, Cause) else self.result(eqn, k, r, spec_of(spec, len(r.shape)))
                 for k, (r, spec) in enumerate(zip(results, p["out_specs"], strict=True))
             ]
         finally:
@@ -185,7 +181,7 @@ class Walk:
             return self.walked(p["body_jaxpr"], [*rels[n : n + m], *carries], counted), test
 
         loop, places, guesses, (test,) = self.loop(eqn, ("while",), rels[n + m :], avals, body)
-        if isinstance(test, Unknown):
+        if isinstance(test, Cause):
             return [test] * len(eqn.outvars)
         require(not test.varying, "devices that take different numbers of iterations")
         require(test.term is loop.condition, "a loop with another condition than as written")
@@ -213,14 +209,14 @@ class Walk:
             if places is not None:
                 guesses, others = loops.invariants(self.ctx, loop, places, inits, avals, body, cause)
                 terms = [r.term for r in others if isinstance(r, Rel) and r.term.op != "literal"]
-                bad = sum(isinstance(r, Unknown) for r in [*guesses, *others])
+                bad = sum(isinstance(r, Cause) for r in [*guesses, *others])
                 bad += sum(not self.ctx.terms.is_known(t) for t in terms)
                 found.append((bad, loop, places, guesses))
                 if not bad:
                     break
         require(bool(found), cause.reason)
         _, loop, places, guesses = min(found, key=lambda f: f[0])
-        causes = {g.cause for g in guesses if isinstance(g, Unknown)} if self.counting else set()
+        causes = {g for g in guesses if isinstance(g, Cause)} if self.counting else set()
         self.failed.update(causes - set(self.failed))
         return loop, places, guesses, body(loop, guesses, True)[1]
 
@@ -237,7 +233,7 @@ class Walk:
                 ins, avals = [(), *[range(len(aval_of(var).shape))] * len(cases)], [aval_of(var)]
                 out += act(self.ctx, eqn, known, ins=ins, avals=avals, partial=partial_of(known[1:], "a branch"))
             else:
-                out.append(next(r for r in (index, *cases) if isinstance(r, Unknown)))
+                out.append(next(r for r in (index, *cases) if isinstance(r, Cause)))
         self.ctx.note(out)
         self.count(eqn, "loops")
         return out
@@ -270,17 +266,14 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
     found = walk.run(program.jaxpr, program.consts, inputs)
     results = []
     for k, (have, want) in enumerate(zip(found, expected, strict=True)):
-        path = paths[k] if paths else str(k)
-        if isinstance(have, Unknown):
-            results.append(Result(path, "refused" if have.cause.refused else "not verified", have.cause))
-        elif isinstance(want, Unknown):
-            results.append(Result(path, "not verified", want.cause))
-        elif have.term is not want.term:
-            cause = Cause(
-                "result", path, f"is not the value of the function as written: {loops.differs(have.term, want.term)}"
-            )
-            results.append(Result(path, "not verified", cause))
-        else:
-            results.append(Result(path, "proven"))
-    failed = {**walk.failed, **{r.cause: 0 for r in results if r.cause is not None and r.cause not in walk.failed}}
-    return Proof(tuple(results), walk.proven, failed, walk.unreached, walk.kernels, time.process_time() - begin)
+        path, cause = paths[k] if paths else str(k), have if isinstance(have, Cause) else want
+        if isinstance(have, Rel) and isinstance(want, Rel):
+            text = f"is not the value of the function as written: {loops.differs(have.term, want.term)}"
+            cause = None if have.term is want.term else Cause("result", path, text)
+        assert not isinstance(cause, Rel)
+        status = "proven" if cause is None else "refused" if cause.refused else "not verified"
+        results.append(Result(path, status, cause))
+    failed = dict(walk.failed) | {r.cause: walk.failed[r.cause] for r in results if r.cause is not None}
+    return Proof(
+        tuple(results), dict(walk.proven), failed, walk.unreached, dict(walk.kernels), time.process_time() - begin
+    )

@@ -4,5 +4,5 @@ A lemma takes a :class:`Context`, the equation and the relations of its operands
 raises :class:`Unverified` where its law does not apply. An op without a lemma is not verified.
 """
 
-from . import collective, contract, elementwise, index, kernel, random, reduce, shape
+from . import bits, collective, contract, elementwise, index, kernel, random, reduce, shape
 from .table import LOCAL_FORM, family_of, lemma_of

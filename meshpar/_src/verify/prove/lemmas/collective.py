@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -12,8 +11,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..laws import axes_text
-from ..masks import bits_of, image_of
-from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
+from ..masks import order_of
+from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
 
 
@@ -34,7 +33,7 @@ def psum(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 
 def summed(ctx: Context, x: Rel, axes: Sequence[str]) -> Rel:
-    if x.kind == "one*" and x.partial <= set(axes) and bits_of(x.term):  # all bits of the others are 0
+    if ctx.images.get(x.term.number) == x.kind == "one*" and x.partial <= set(axes):
         x = replace(x, kind="sum")
     require(not x.partial or x.kind == "sum", f"a sum of a partial {x.kind}", refused=True)
     over = set(axes)
@@ -50,7 +49,7 @@ def pmax(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The maximum of a partial maximum; the value itself where all devices have it."""
     axes, kind, out = frozenset(axes_of(eqn, ctx)), eqn.primitive.name[1:], []
     for x in rels:
-        image = x.kind == kind + "*" and x.partial <= axes and image_of(ctx.terms, x.term, kind) is not None
+        image = ctx.images.get(x.term.number) == x.kind == kind + "*" and x.partial <= axes
         require(not x.partial & axes or x.kind == kind or image, f"a {kind}imum of a partial {x.kind}", refused=True)
         differs = axes & (x.sharded | x.term.axes)
         require(not differs, f"a {kind}imum over {axes_text(differs)}, over which it is sharded", refused=True)
@@ -128,18 +127,16 @@ def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     require(bool((sources >= 0).all()), "a permutation in which some devices receive zeros")
     require(not x.partial & set(axes), "a permutation of a partial value")
     require(not x.term.axes & set(axes), "a permutation of values that depend on the device")
-    at = ctx.coordinates(axes)
-    sent = {a: c[sources] for a, c in at.items()}
+    sent = {a: c[sources] for a, c in ctx.coordinates(axes).items()}
 
     def received(have: tuple[str, ...]) -> tuple[str, ...]:
         """The axes of a dim after the permutation."""
         if not set(have) & set(axes):
             return have
         require(set(have) <= set(axes), "a permutation of some of the axes of a dim")
-        for order in itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1)):
-            if ctx.size(order) == ctx.size(have) and np.all(ctx.linear(order, at) == ctx.linear(have, sent)):
-                return order
-        raise Unverified("a permutation whose blocks are not those of a spec")
+        order, base = order_of(ctx, axes, np.asarray(ctx.linear(have, sent)), 1) or ((), -1)
+        require(base == 0, "a permutation whose blocks are not those of a spec")
+        return order
 
     return [replace(x, spec=tuple(map(received, x.spec)))]
 

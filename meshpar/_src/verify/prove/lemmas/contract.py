@@ -13,40 +13,44 @@ from ..relation import Context, Rel, out_dtype, require
 from ..term import Term, frozen
 from .table import lemma
 
-Pairs = Sequence[tuple[int, int]]
 
+def product(
+    ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], pairs: Sequence[tuple[int, int]], **how: Any
+) -> list[Rel]:
+    """A product that sums over pairs of dims: partial as one of the operands is, and over the axes of these dims.
 
-def with_sizes(ctx: Context, x: Rel, y: Rel, contracted: Pairs) -> tuple[Rel, Rel]:
-    """The operands; where both are constant along a contracted dim, with its size, on which the sum depends."""
-    for i, j in contracted:
-        if x.term.shape[i] == y.term.shape[j] == 1:
+    Args:
+      how: arguments of :func:`laws.act`; ``term``: of the result, from the operands' terms.
+    """
+    x, y = rels
+    for i, j in pairs:
+        if x.term.shape[i] == y.term.shape[j] == 1:  # the sum depends on the size
             x, y = ctx.expanded(x, [i]), ctx.expanded(y, [j])
-    return x, y
-
-
-def summed(result: Rel, x: Rel, y: Rel, contracted: Pairs, op: str) -> list[Rel]:
-    """The result of a product: partial as one of the operands is, and over the axes of the contracted dims."""
-    over = frozenset(a for i, j in contracted for a in x.spec[i] + y.spec[j])
-    some = one_partial((x, y), op)
+    over = frozenset(a for i, j in pairs for a in x.spec[i] + y.spec[j])
+    some = one_partial(rels, eqn.primitive.name)
     own = some.partial if some else frozenset()
-    require(not own & over, f"{op} that sums over axes that an operand is partial over", refused=True)
+    require(not own & over, "a sum over axes that an operand is partial over", refused=True)
+    if "term" in how:
+        how["term"] = how["term"](x.term, y.term)
+    (result,) = act(ctx, eqn, [x, y], **how)
     return [replace(result, partial=own | over)]
 
 
 @lemma("dot_general")
 def dot_general(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Σ_k x[b, i, k] y[b, k, j]: sharded along b, i and j as the operands are; partial over the axes of k."""
-    (xc, yc), (xb, yb) = eqn.params["dimension_numbers"]
-    x, y = with_sizes(ctx, *rels, pairs := list(zip(xc, yc, strict=True)))
+    contracted, batch = (list(zip(*dims, strict=True)) for dims in eqn.params["dimension_numbers"])
     labels = [[f"{side}{d}" for d in range(len(r.shape))] for side, r in zip("xy", rels, strict=True)]
-    for kind, dims in (("c", pairs), ("b", zip(xb, yb, strict=True))):
+    for kind, dims in (("c", contracted), ("b", batch)):
         for k, (i, j) in enumerate(dims):
             labels[0][i] = labels[1][j] = f"{kind}{k}"
-    out = [f"b{k}" for k in range(len(xb))] + [n for n in labels[0] + labels[1] if n[0] in "xy"]
+    out = [f"b{k}" for k in range(len(batch))] + [n for n in labels[0] + labels[1] if n[0] in "xy"]
     params = {k: v for k, v in eqn.params.items() if k not in ("dimension_numbers", "out_sharding") and v is not None}
-    term = einsum(ctx, (x.term, y.term), labels, out, frozen(params), out_dtype(eqn))
-    (result,) = act(ctx, eqn, [x, y], ins=labels, outs=[out], term=term)
-    return summed(result, x, y, pairs, "a matmul")
+
+    def term(x: Term, y: Term) -> Term:
+        return einsum(ctx, (x, y), labels, out, frozen(params), out_dtype(eqn))
+
+    return product(ctx, eqn, rels, contracted, ins=labels, outs=[out], term=term)
 
 
 def einsum(
@@ -85,8 +89,6 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A matmul over the input features, for each offset of the window; batch and output features are carried along."""
     p = eqn.params
     numbers = p["dimension_numbers"]
-    pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
-    x, y = with_sizes(ctx, *rels, pairs)
     window = [f"w{k}" for k in range(len(numbers.lhs_spec) - 2)]
     labels = []
     for dims, names in ((numbers.lhs_spec, "bi"), (numbers.rhs_spec, "oi"), (numbers.out_spec, "bo")):
@@ -95,5 +97,5 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     grouped = (p["feature_group_count"], p["batch_group_count"]) != (1, 1)
     whole = [*window, *"bio"] if grouped else window
     params = frozen({k: str(v) if k == "dimension_numbers" else v for k, v in p.items() if v is not None})
-    (result,) = act(ctx, eqn, [x, y], ins=labels[:2], outs=labels[2:], whole=whole, params=params)
-    return summed(result, x, y, pairs, "a convolution")
+    pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
+    return product(ctx, eqn, rels, pairs, ins=labels[:2], outs=labels[2:], whole=whole, params=params)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..laws import act, not_partial, one_partial, partial_of
-from ..masks import resolved, unordered
+from ..masks import resolved
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from ..term import frozen, is_float, is_zero, number_of
 from .table import Lemma, lemma
@@ -62,19 +62,13 @@ def applied(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], partial: Rel | Non
 def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """block(f(x, y)) = f(block(x), block(y)). A disjunction of partial disjunctions is partial.
 
-    An image f(x) of a partial maximum x, of kind ``max*``, is reduced for an f of :func:`masks.ordered` only, and one of kind
-    ``one*`` for an f of :func:`masks.bits_of`.
+    Values f(x) of a partial maximum x have the kind ``max*``: :mod:`lemmas.bits` has those that are reduced.
     """
     name = eqn.primitive.name
     if out_dtype(eqn) == "bool" and name in ("or", "and"):
         return applied(ctx, eqn, rels, partial_of(rels, name, "max" if name == "or" else "min"))
     if name == "ne" and rels[0] == rels[1] and rels[0].kind in ("max", "min"):  # isnan
         return applied(ctx, eqn, rels, replace(rels[0], kind=rels[0].kind + "*"))
-    if name == "xor":  # x ^ n ^ n = x
-        for x, n in (rels, rels[::-1]):
-            left = [a for a in x.term.args if a is not n.term]
-            if number_of(n.term) is not None and x.term.op == "xor" and len(left) == 1 and not x.partial:
-                return [replace(x, term=left[0])]
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, name))
     not_partial(rels, name)
@@ -157,20 +151,6 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             linear if x.kind == "sum" else monotone, "a cast of a partial value that rounds to integers", refused=True
         )
     return [resolved(ctx, replace(x, term=ctx.terms.convert(x.term, target)), [x])]
-
-
-@elementwise("bitcast_convert_type")
-def bitcast(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The bits of an element; the cast back gives the element."""
-    (x,), dtype = rels, out_dtype(eqn)
-    require(out_shape(eqn) == x.shape, "a bitcast between widths")
-    ordered = unordered(ctx.terms, x.term, dtype)
-    if ordered is not None and not x.partial:
-        return [replace(x, term=ordered)]
-    if x.term.op == "bitcast" and x.term.args[0].dtype == dtype:
-        return [replace(x, term=x.term.args[0], kind=x.kind.rstrip("*"))]
-    term = ctx.terms.make("bitcast", None, (x.term,), x.term.shape, dtype)
-    return [replace(x, term=term, kind=x.kind + "*" * bool(x.partial))]
 
 
 SAME = frozenset(

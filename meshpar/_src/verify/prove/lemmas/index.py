@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax import ShapeDtypeStruct
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from ..laws import ALL, act, axes_text, not_partial, partial_of
-from ..masks import axes_of, owned_rows, sharded_start
+from ..masks import Rows, axes_of, owned, sharded_start
 from ..relation import Context, Rel, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced
@@ -24,7 +25,7 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
     x, *starts = rels
     not_partial(starts, "an index")
     for d, (start, n) in enumerate(zip(starts, eqn.params["slice_sizes"], strict=True)):
-        number, shape = number_of(start.term), (*x.shape[:d], n, *x.shape[d + 1 :])
+        number, shape = number_of(start.term), x.resized(d, n)
         if n == x.shape[d] or x.term.shape[d] == 1:
             x = replace(x, shape=shape)
         elif number is not None:
@@ -33,9 +34,9 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
             require(not set(axes) & x.varying, "a block, over axes along which the value differs already", refused=True)
             x = replace(x, shape=shape, spec=tuple((*s, *axes) if k == d else s for k, s in enumerate(x.spec)))
         else:
-            require(not x.spec[d], f"a slice of dim {d}, which is sharded over {axes_text(x.spec[d])}")
-            sizes = (*x.term.shape[:d], n, *x.term.shape[d + 1 :])
-            x = x.of(ctx.terms.make("dynamic_slice", d, (x.term, start.term), sizes, x.term.dtype), shape, x.spec)
+            aval = ShapeDtypeStruct(shape, x.term.dtype)
+            ins, partial = [range(len(shape)), ()], x if x.partial else None
+            (x,) = act(ctx, eqn, [x, start], ins=ins, whole=[d], params=d, partial=partial, avals=[aval])
     return [x]
 
 
@@ -124,7 +125,7 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     result = at(local, mode)
     if local.axes:
         modes = [str(m) for m in GatherScatterMode] if mode == str(GatherScatterMode.FILL_OR_DROP) else []
-        term = owned_rows(ctx, axes, x.shape[d], modes, local, lambda i, mode: at(i, mode).term)
+        term = owned(ctx, Rows(axes, x.shape[d], local), modes, lambda i, mode: at(i, mode).term)
         require(term is not None, "a scatter at indices that depend on the device")
         result = replace(result, term=term)
     dims = zip(ins[1] + ins[2], index.spec + update.spec, strict=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..laws import ALL, act, not_partial
-from ..relation import Context, Rel, aval_of, require
+from ..laws import ALL, act, axes_text, not_partial
+from ..relation import Context, Rel, Unverified, aval_of, require
 from .table import LOCAL_FORM, lemma
 
 
@@ -29,23 +29,20 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     not_partial(rels, f"kernel {name}")
     rels = [ctx.expanded(r, [d for d, axes in enumerate(r.spec) if not axes]) for r in rels]
     written = ctx.kernels.get((name, *(r.term.number for r in rels)))
-    require(written is not None, f"a kernel {name} that the function as written does not have, of these operands")
-    assert written is not None
+    if written is None:
+        raise Unverified(f"a kernel {name} that the function as written does not have, of these operands")
     own: Any = written.params["kernel"]
     ins, outs = ([aval_of(v) for v in vs] for vs in (written.invars, written.outvars))
     notation, sizes = own.notation, own.sizes([a.shape for a in ins], [a.shape for a in outs])
     axes: dict[str, tuple[str, ...]] = {}
     pairs = [(f, a) for r, dims in zip(rels, notation.ins, strict=True) for f, a in zip(dims, r.spec, strict=True)]
     for factors, spec in sorted(pairs, key=lambda p: len(p[0])):
-        left = spec
         for f in factors:
-            if f not in axes:  # as many axes as divide it
-                fits = [n for n in range(len(left) + 1) if sizes[f] % ctx.size(left[:n]) == 0]
-                axes[f] = left[: max(fits)]
-            mine = axes[f]
-            require(left[: len(mine)] == mine, f"`{f}` sharded over {mine} and {left} in kernel {name}", refused=True)
-            left = left[len(mine) :]
-        require(not left, f"a dim of kernel {name} sharded over {spec}", refused=True)
+            fits = [n for n in range(len(spec) + 1) if sizes[f] % ctx.size(spec[:n]) == 0]
+            mine = axes.setdefault(f, spec[: max(fits)])  # as many axes as divide it
+            require(spec[: len(mine)] == mine, f"`{f}` sharded over {mine} and {spec} in kernel {name}", refused=True)
+            spec = spec[len(mine) :]
+        require(not spec, f"a dim of kernel {name} sharded over {axes_text(spec)}", refused=True)
     for f, a in axes.items():
         require(not a or notation.marks[f] != "!", f"`{f}` of kernel {name} sharded over {a}", refused=True)
     partial_marks = ("", "~") if own.permutation_partial else ("",)

@@ -105,12 +105,11 @@ def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1) -> Rel:
     """Elements of one dim, which must not be sharded."""
+    shape, sizes = x.resized(d, size), (*x.term.shape[:d], size, *x.term.shape[d + 1 :])
     if x.term.shape[d] == 1 or (size == x.shape[d] and stride == 1):
-        return replace(x, shape=(*x.shape[:d], size, *x.shape[d + 1 :]))
+        return replace(x, shape=shape)
     require(not x.spec[d], f"a slice of dim {d}, which is sharded over {axes_text(x.spec[d])}")
-    sizes = (*x.term.shape[:d], size, *x.term.shape[d + 1 :])
-    term = ctx.terms.make("slice", (d, start, stride), (x.term,), sizes, x.term.dtype)
-    return x.of(term, (*x.shape[:d], size, *x.shape[d + 1 :]), x.spec)
+    return x.of(ctx.terms.make("slice", (d, start, stride), (x.term,), sizes, x.term.dtype), shape, x.spec)
 
 
 @lemma("slice")
