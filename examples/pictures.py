@@ -51,7 +51,7 @@ SMALL_BATCH = ("examples/llama.py:llama3_8b", "--topology", "v5e:16x16", "--set"
 SEQUENCE = ("--layout", "batch: data; heads, kv_heads, mlp, vocab: model; embed: data; seq: model")
 POSTER = Picture(
     (*SMALL_BATCH, "--mesh", "model=8, data=32", *SEQUENCE),
-    (1500, 545),
+    (1500, 532),
     left=(*SMALL_BATCH, "--mesh", "data=32, model=8", *SEQUENCE),
 )
 """The result of a search; at its left the fastest known scheme."""
@@ -94,7 +94,7 @@ POSTER_STYLE = (
     "border-radius: 4px; margin-left: 6px }}"
 )
 """Of a page of two side by side, without details, whose bars have the scale of the longer step."""
-SIDE_BY_SIDE = "body { margin: 0; display: flex } iframe { width: 50%; height: 545px; border: 0 }"
+SIDE_BY_SIDE = "body { margin: 0; display: flex } iframe { width: 50%; height: 532px; border: 0 }"
 
 
 def meshpar(*words: str) -> list[str]:
