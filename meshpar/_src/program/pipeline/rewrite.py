@@ -353,7 +353,10 @@ class TickLoops:
         return _merged(changed, rest), {k: jnp.reshape(x, (-1, *x.shape[2:])) for k, x in outs.items()}
 
     def _changed(self, state: State, parts: Sequence[range]) -> tuple[State, State]:
-        """The state that parts of a phase change, and the rest: a scan carries only values that it changes."""
+        """The state that parts of a phase change, and the rest: a scan carries only values that it changes.
+
+        JAX would make unchanged carries operands of the scan that its body does not read, and partial operands are reduced.
+        """
         body, variables = self.body, list(self.rings)
         active = {p for p in self.places if any(self.runs(p, part) for part in parts)}
 
