@@ -328,21 +328,53 @@ class TickLoops:
         """Run a phase: (the state after it, results that segments make, stacked over ticks)."""
 
         def run(state: Any, start: Any) -> tuple[Any, dict[int, Any]]:
-            """Run the parts once, ``start`` ticks later."""
+            """Run the parts once."""
             made: dict[int, list[Any]] = {}
             for part in phase.parts:
                 ticks = jnp.arange(part.start, part.stop, dtype=np.int32) + start
-                # entries of the state that the ticks do not change become constants of the scan
-                state, outs = lax.scan(_Tick(self, part, *operands), state, ticks)
+                changed, rest = self._changed(state, [part])
+                changed, outs = lax.scan(_Tick(self, part, rest, *operands), changed, ticks)
+                state = _merged(changed, rest)
                 for k, out in outs.items():
                     made.setdefault(k, []).append(out)
             return state, {k: jnp.concatenate(parts) if len(parts) > 1 else parts[0] for k, parts in made.items()}
 
         if phase.repeats == 1:
             return run(state, np.int32(0))
+        changed, rest = self._changed(state, phase.parts)
+
+        def period(changed: Any, start: Any) -> tuple[Any, dict[int, Any]]:
+            """Run the parts for a period that starts at a tick."""
+            state, outs = run(_merged(changed, rest), start)
+            return self._changed(state, phase.parts)[0], outs
+
         starts = self.schedule.period * np.arange(phase.repeats, dtype=np.int32)
-        state, outs = lax.scan(run, state, jnp.asarray(starts))
-        return state, {k: jnp.reshape(x, (-1, *x.shape[2:])) for k, x in outs.items()}
+        changed, outs = lax.scan(period, changed, jnp.asarray(starts))
+        return _merged(changed, rest), {k: jnp.reshape(x, (-1, *x.shape[2:])) for k, x in outs.items()}
+
+    def _changed(self, state: State, parts: Sequence[range]) -> tuple[State, State]:
+        """The state that parts of a phase change, and the rest: a scan carries only values that it changes.
+
+        JAX would make unchanged carries operands of the scan that its body does not read, and partial operands are reduced.
+        """
+        body, variables = self.body, list(self.rings)
+        active = {p for p in self.places if any(self.runs(p, part) for part in parts)}
+
+        def changes(name: str, key: int) -> bool:
+            """Whether a segment or slot that runs writes an entry of the state."""
+            if name == "sent":
+                return stack_of(key) in active
+            if name == "rings":
+                return body.place(variables[key]) in active
+            if key in body.accumulators:
+                return body.place(body.accumulators[key]).runs in active
+            return Place(body.segment(body.outs[key])) in active
+
+        split = ({}, {})
+        for name, values in state.items():
+            for part, wanted in zip(split, (True, False), strict=True):
+                part[name] = {key: value for key, value in values.items() if changes(name, key) == wanted}
+        return split
 
     def _first_state(self, carries: Sequence[Any]) -> State:
         """The state before the first tick: carries and accumulators, rings, and the results of the slots before."""
@@ -412,6 +444,7 @@ class _Tick:
     Attributes:
       loops: the loops over ticks.
       ticks: the first of the ticks that the body is for.
+      rest: the state that the ticks do not change.
       known: the values that all microbatches have.
       divided: the stacked operands of layer loops, divided into stages, of all layers or of all microbatches.
       xs: the stacked operands of the microbatch loop.
@@ -421,6 +454,7 @@ class _Tick:
 
     loops: TickLoops
     ticks: range
+    rest: State
     known: Mapping[Any, Any]
     divided: Mapping[Any, Any]
     xs: Mapping[Any, Any]
@@ -433,7 +467,7 @@ class _Tick:
 
     def __call__(self, state: Any, tick: Any) -> tuple[Any, dict[int, Any]]:
         """The state after a tick, and the results that are stacked."""
-        self.state = {name: dict(values) for name, values in state.items()}
+        self.state = _merged(state, self.rest)
         self.tick, self.env, outs = tick, {}, {}
         for i in range(len(self.body.loops)):
             if self.loops.offsets[i + 1] > self.loops.leaves(i) and self.loops.runs(Place(i + 1), self.ticks):
@@ -449,7 +483,7 @@ class _Tick:
             self.run(list(equal))
         if self.loops.runs(Place(count), self.ticks):
             outs.update(self.segment(count))
-        return self.state, outs
+        return {name: {key: self.state[name][key] for key in values} for name, values in state.items()}, outs
 
     def of(self, time: Time) -> tuple[Any, Any, Any]:
         """(microbatch, round, whether there is one) that is at a time; [K] if it is the time of a slot."""
@@ -694,6 +728,11 @@ def _on_host(var: Any, loop: LayerLoop, residual: bool) -> UnsupportedError:
         if residual
         else f"put it in device memory before the loop over microbatches, or use one round: `{loop.dim}` without `*`",
     )
+
+
+def _merged(first: State, second: State) -> State:
+    """The entries of two parts of a state."""
+    return {name: {**values, **second[name]} for name, values in first.items()}
 
 
 def evaluate(eqns: Iterable[JaxprEqn], env: dict[Any, Any], lookup: Callable[[Any], Any]) -> None:
