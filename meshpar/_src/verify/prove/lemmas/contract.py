@@ -17,7 +17,7 @@ from .table import lemma
 def product(
     ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], pairs: Sequence[tuple[int, int]], **how: Any
 ) -> list[Rel]:
-    """A product that sums over pairs of dims: partial as one of the operands is, and over the axes of these dims.
+    """A matmul or convolution, which sums over pairs of dims: partial as one operand is, and over the axes of these dims.
 
     Args:
       how: arguments of :func:`laws.act`; ``term``: of the result, from the operands' terms.
