@@ -170,7 +170,7 @@ def exhaustive(text: str, topology: str, batch: int, mesh: str, few: Sequence[st
         for axes in itertools.product(choices, repeat=len(few)):
             texts += 1
             layout = "; ".join(f"{d}?: {a}" for d, a in zip(dims, axes, strict=True) if a)
-            same = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes)).assignments()
+            same = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes)).axes
             if same not in least:
                 least[same] = seconds_that_fit(base, layout)
     took = time.process_time() - began

@@ -32,7 +32,7 @@ CLAIMED = re.compile(
 NAMES = re.compile(
     r"(?:Apache|Python|jax|JAX|Llama|libtpu|[Bb]efore|version):? \d[\w.]*(?: \d+B)?(?:(?:,| to| and) \d[\d.]*(?: \d+B)?)*|\b\d+B\b"
 )
-SOURCE = re.compile(r'<!-- from (?P<file>[\w/.-]+|=)(?: "(?P<lines>[^"]*)")?(?: (?P<value>.+?))? -->')
+SOURCE = re.compile(r'<!-- from (?P<file>[\w/.-]+|=)(?: "(?P<lines>[^"]*)")?(?: (?P<value>(?!-->).+?))? -->')
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 FILES = [blocks.README, *blocks.PAGES]
 

@@ -97,11 +97,6 @@ def test_reshardings_of_three_dims():
     assert_reshards("a=2, b=2, c=2", random.Random(2).sample(all_pairs(3, "abc"), 15), (8, 8, 8))
 
 
-def test_a_dim_that_goes_from_one_axis_to_another_keeps_its_order():
-    """Mesh-TensorFlow returns ``[0, 2, 1, 3]``."""
-    assert_reshards("rows=2, columns=2", [((("rows",),), (("columns",),))], (4,))
-
-
 @pytest.mark.parametrize("axes", ["a=2, b=2", "a=4, b=2"])  # shards change places, and parts of shards
 def test_keys_empty_arrays_and_arrays_in_host_memory(axes):
     mesh = mp.mesh(axes)

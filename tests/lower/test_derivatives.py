@@ -1,6 +1,5 @@
 """Derivatives of the lowered function, taken from outside, equal the derivatives of the function; custom derivatives included."""
 
-import dataclasses
 import functools
 import inspect
 
@@ -12,9 +11,6 @@ import pytest
 from jax import lax
 
 import meshpar as mp
-from meshpar._src.hardware.compiler import compiler_model
-from meshpar._src.plan import plan as plan_module
-from meshpar._src.plan.steps import Barrier
 
 pytestmark = pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")  # square weights, applied again
 
@@ -189,64 +185,6 @@ def test_through_rematerialised_bodies():
         return (block(w, v, saved(w, v, x)) ** 2).sum()
 
     assert_derivatives(f, W, V, X)
-
-
-def test_through_gradients_inside_of_rematerialised_bodies():
-    """Behind the barrier of a body that was differentiated already: a second derivative."""
-
-    def f(w, v, x):
-        block = jax.checkpoint(lambda w: ((jnp.tanh(x @ w) @ v) ** 2).mean())
-        return (jax.grad(block)(w) ** 2).sum()
-
-    assert_derivatives(f, W, V, X, layouts=LAYOUTS[:2], tolerance=3e-5)
-
-
-def test_through_a_loop_that_rounds_its_slices():
-    def f(w, x):
-        def layer(y, w):
-            rounded = lax.stop_gradient(w.astype(jnp.bfloat16)).astype(w.dtype)  # which is exact
-            return jnp.tanh(y @ (w * rounded)), y
-
-        return lax.scan(layer, x, w)
-
-    assert_derivatives(f, exact(3, 8, 8), X, dims={"w": "_ embed mlp", "x": "batch embed"}, layouts=LAYOUTS[:2])
-
-
-def test_through_loops_that_wait_for_each_other():
-    def f(w, v, x):
-        y, before = lax.scan(lambda y, _: (jnp.tanh(y @ w), y.sum()), x, None, length=2)
-        return lax.scan(lambda y, _: (jnp.sin(y @ v), y), y, None, length=2), before
-
-    assert_derivatives(f, W, V, X, layouts=LAYOUTS[:2])
-
-
-def test_through_large_serialized_matmuls(monkeypatch):
-    """Matmuls are serialized if their operands have 16 MiB on a device: here, of any size."""
-    small = dataclasses.replace(compiler_model(None), large_buffer_bytes=0, slice_barrier_bytes=0)
-    monkeypatch.setattr(plan_module, "compiler_model", lambda chip: small)
-    w, v, x = (RNG.normal(size=s).astype(np.float32) for s in ((16, 16), (16, 16), (8, 16)))
-
-    def f(w, v, x):
-        return jax.grad(lambda p: (jnp.tanh(jnp.tanh(x @ p[0]) @ p[1]) ** 2).sum())((w, v))
-
-    run = mp.jit(f, mesh="data=8", layout="batch: data; embed: data", dims=DIMS, lowering="shard_map")
-    assert any(isinstance(s, Barrier) and s.after for s in run.plan(w, v, x).body.all_steps)
-
-    def gradient(fn):
-        return jax.jit(jax.grad(lambda *args: sum((y**2).sum() for y in fn(*args))))(w, v, x)
-
-    assert_same(gradient(run), gradient(f))
-
-
-def test_through_rings():
-    """In reverse: what arrives on a ring is given its derivative by hand."""
-
-    def f(w, v, x):
-        return jnp.tanh(x @ w) @ v
-
-    dims = {"w": "embed mlp", "v": "mlp embed", "x": "seq embed"}
-    options = {"layouts": ["mlp: model; seq: model"], "mesh": "data=2, model=4", "overlap": "ring"}
-    assert_derivatives(f, W, V, X, dims=dims, forward=False, **options)
 
 
 def test_through_a_kernel_with_a_small_result():

@@ -161,12 +161,6 @@ def test_over_an_abstract_mesh(lowering):
     close(run(W, X), jax.nn.gelu(X @ W["up"]) @ W["down"])
 
 
-def test_names_pass_through_the_body():
-    inner = mapped(megatron, SPECS, P("data"))
-    plan = mp.plan(lambda w, x: inner(x, w["up"], w["down"]), W, X, mesh=MESH, layout=LAYOUT, dims=DIMS)
-    assert plan.outputs[0].dims == ("batch", "embed")
-
-
 def test_a_mesh_that_is_not_the_plans_is_refused():
     def plan(mesh):
         inner = mapped(megatron, SPECS, P("data"))

@@ -11,11 +11,114 @@ from meshpar import nd
 KEYS = list(jax.random.split(jax.random.key(0), 40))
 
 
+def plain(tree):
+    """The tree with plain arrays in place of named ones."""
+    return jax.tree.map(lambda x: x.array, tree, is_leaf=lambda x: isinstance(x, nd.Named))
+
+
 def in_float64(fn, *args):
     """The results of a function, computed in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: a.astype(jnp.float64) if jnp.issubdtype(a.dtype, jnp.floating) else a, args)
         return jax.tree.map(np.asarray, jax.jit(fn)(*wide))
+
+
+def updated(loss_of, rate):
+    """A step of gradient descent: (weights, *data) → (weights, loss)."""
+
+    def step(w, *data):
+        loss, gradients = jax.value_and_grad(loss_of)(w, *data)
+        return jax.tree.map(lambda w, g: w - rate * g, w, gradients), loss
+
+    return step
+
+
+# -- the README's model of MNIST
+
+
+def mnist_loss(w, images, labels):
+    hidden = nd.relu(nd.einsum(images, w["w1"], out="batch hidden"))
+    logits = nd.einsum(hidden, w["w2"], out="batch classes")
+    return nd.mean(nd.cross_entropy(logits, nd.one_hot(labels, classes=10), "classes")).array
+
+
+def mnist_step_in_float64(w1, w2, images, labels):
+    """The new weights and the loss, with derivatives by hand."""
+    w1, w2, images = (np.asarray(a, np.float64) for a in (w1, w2, images))
+    x, flat = images.reshape(100, -1), w1.reshape(-1, 1024)
+    before = x @ flat
+    hidden = np.maximum(before, 0)
+    logits = hidden @ w2
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    target = np.eye(10)[labels]
+    d_logits = (p - target) / 100
+    d_hidden = d_logits @ w2.T * (before > 0)
+    new = {"w1": w1 - 0.001 * (x.T @ d_hidden).reshape(w1.shape), "w2": w2 - 0.001 * hidden.T @ d_logits}
+    return new, -np.log((p * target).sum(1)).mean()
+
+
+def test_the_readme_s_model_under_its_layouts():
+    w = {
+        "w1": nd.normal(KEYS[0], 0.03, rows=28, cols=28, hidden=1024),
+        "w2": nd.normal(KEYS[1], 0.03, hidden=1024, classes=10),
+    }
+    images = nd.normal(KEYS[2], batch=100, rows=28, cols=28)
+    labels = nd.named(jax.random.randint(KEYS[3], (100,), 0, 10), "batch")
+    assert_same_under(
+        [
+            ("all_processors:4", [("hidden", "all_processors")]),
+            ("processor_rows:2;processor_cols:2", "batch:processor_rows;hidden:processor_cols"),
+            ("processor_rows:2;processor_cols:2", "rows:processor_rows,cols:processor_cols"),
+        ],
+        updated(mnist_loss, 0.001), w, images, labels,
+        expected=mnist_step_in_float64(*plain((w["w1"], w["w2"], images)), np.asarray(labels.array)),
+    )  # fmt: skip
+
+
+# -- the Transformer layer
+
+LENGTH, MODEL, HEADS, KV, FF = 16, 32, 4, 8, 64
+
+
+def layer_weights():
+    keys = iter(KEYS)
+    q, k, v = ({"model": MODEL, "heads": HEADS, "d_kv": KV} for _ in range(3))
+    return {
+        "q": nd.normal(next(keys), (MODEL * KV) ** -0.5, **q),
+        "k": nd.normal(next(keys), MODEL**-0.5, **k),
+        "v": nd.normal(next(keys), MODEL**-0.5, **v),
+        "o": nd.normal(next(keys), (HEADS * KV) ** -0.5, heads=HEADS, d_kv=KV, model=MODEL),
+        "wi": nd.normal(next(keys), MODEL**-0.5, model=MODEL, d_ff=FF),
+        "wi_bias": nd.normal(next(keys), 0.1, d_ff=FF),
+        "wo": nd.normal(next(keys), FF**-0.5, d_ff=FF, model=MODEL),
+        "scale": nd.full(1.0, sublayer=2, model=MODEL),
+        "bias": nd.normal(next(keys), 0.1, sublayer=2, model=MODEL),
+    }
+
+
+def lm_layer(w, x):
+    """Self-attention and a dense layer, each after a layer norm and with a residual connection."""
+
+    def norm(x, i):
+        return nd.layer_norm(x, "model", nd.index(w["scale"], sublayer=i), nd.index(w["bias"], sublayer=i))
+
+    y = norm(x, 0)
+    memory = nd.rename(y, length="memory_length")
+    q, k, v = nd.dense(y, w["q"]), nd.dense(memory, w["k"]), nd.dense(memory, w["v"])
+    mask = nd.arange(memory_length=LENGTH) <= nd.arange(length=LENGTH)
+    x = x + nd.dense(nd.attention(q, k, v, key="d_kv", memory="memory_length", mask=mask, scale=1.0), w["o"])
+    return x + nd.dense(nd.relu(nd.dense(norm(x, 1), w["wi"], w["wi_bias"])), w["wo"])
+
+
+def test_the_transformer_layer_under_its_layout():
+    w, x = layer_weights(), nd.normal(KEYS[38], batch=8, length=LENGTH, model=MODEL)
+
+    def step(w, x):
+        return jax.value_and_grad(lambda w, x: nd.mean(lm_layer(w, x) * x).array, (0, 1))(w, x)
+
+    layout = "batch:batch,d_ff:model,heads:model"
+    assert_same_under([("model:2;batch:4", layout)], step, w, x, expected=in_float64(step, w, x))
 
 
 # -- the two-level mixture of experts

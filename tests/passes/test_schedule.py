@@ -13,7 +13,7 @@ from lowered import jaxpr_of
 import meshpar as mp
 from meshpar._src.hardware.compiler import compiler_model
 from meshpar._src.plan.plan import Plan
-from meshpar._src.plan.steps import Barrier, Loop, Run
+from meshpar._src.plan.steps import Barrier, Loop
 from meshpar._src.plan.verify import verify
 
 WIDTH, HIDDEN, LAYERS, BATCH = 2048, 4096, 4, 8192  # operands of a product are above 16 MiB on each of 8 devices
@@ -61,18 +61,6 @@ def waiting(plan):
         (step.op, [s.value for s in step.after])
         for step in plan.body.all_steps if isinstance(step, Barrier) and step.after and step.op.name == "dot_general"
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("overlap", ["off", "xla", "ring"])
-@pytest.mark.parametrize("stack", [False, True])
-def test_every_product_is_made_once_and_after_what_it_waits_for(stack, overlap):
-    step, dims = (scanned, STACKED) if stack else (unrolled, DIMS)
-    plan = mp.plan(step, *args_of(stack), mesh=mp.mesh("data=8"), layout=FSDP, dims=dims, overlap=overlap)
-    runs = [s.op for s in plan.body.all_steps if isinstance(s, Run) and s.op.name == "dot_general"]
-    assert sorted(map(id, runs)) == sorted(id(op) for op in plan.program.root.walk() if op.name == "dot_general")
-    assert waiting(plan)
-    for op, values in waiting(plan):
-        assert all(runs.index(v.op) < runs.index(op) for v in values if v.op in runs)
 
 
 @pytest.mark.parametrize("layout", [FSDP, "batch: data"])

@@ -26,8 +26,8 @@ def test_layouts_with_the_same_rules_for_some_names_share_their_assignment():
         return mp.plan(step, *shapes, dims=dims, layout="", mesh="x=2, y=2").program
 
     program = traced()
-    answered = {text: assignment(text, program).group_assignments() for text in texts}
-    groups = assignment(texts[0], program).queries().groups
+    answered = {text: assignment(text, program).groups for text in texts}
+    groups = assignment(texts[0], program).queries.groups
     assert len(groups) > 3
     for k, group in enumerate(groups):
         if "mlp" not in group.names:
@@ -36,9 +36,9 @@ def test_layouts_with_the_same_rules_for_some_names_share_their_assignment():
             assert answered["batch: x; mlp: y"][k] is answered["mlp: y"][k]
     for text in texts:
         fresh = assignment(text, traced())
-        assert [a.axes for a in answered[text]] == [a.axes for a in fresh.group_assignments()]
+        assert [a.axes for a in answered[text]] == [a.axes for a in fresh.groups]
         for value in fresh.program.inputs:
-            assert fresh.assignments()[fresh.queries().of_value[value]] == fresh.value_spec(value)
+            assert fresh.axes[fresh.queries.of_value[value]] == fresh.value_spec(value)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_an_elementwise_op_is_sharded_by_its_annotated_operands():
     (op,) = (o for o in program.root.walk() if o.name == "tanh")
     for layout, axes in {"a: x": ("x",), "c: y; a: x": ("x",), "c: y": (), "": ()}.items():
         assignment = AxisAssignment(program, mp.Layout(layout), SIZES)
-        result, work = (assignment.assignments()[i] for i in assignment.queries().of_op[op])
+        result, work = (assignment.axes[i] for i in assignment.queries.of_op[op])
         assert work == (axes, ())
         assert result == assignment.value_spec(op.outs[0])
 

@@ -10,7 +10,7 @@ from arrays import bf16
 
 import meshpar as mp
 from meshpar._src.hardware import topology as slices
-from meshpar._src.hardware.topology import Stage, joined, major_stage
+from meshpar._src.hardware.topology import Stage
 
 CUTS = [(256,), (2, 128), (16, 16), (32, 8), (2, 8, 2, 8)]
 """Of 256 devices in rows of 16: the first axes are the major ones."""
@@ -57,18 +57,6 @@ def test_physically_equal_meshes_give_equal_plans(in_rows, overlap):
         assert plan.seconds == pytest.approx(first.seconds, rel=1e-9), cut
         assert plan.memory.peak == pytest.approx(first.memory.peak, rel=1e-9), cut
         assert [o.choice for o in plan.overlaps] == [o.choice for o in first.overlaps], cut
-
-
-def test_stages_of_one_dimension_are_joined():
-    x, fine, finer = Stage(16, "x", True), Stage(8, "y", True, 2), Stage(2, "y")
-    assert joined([x, fine, finer]) == [(x, 1), (Stage(16, "y", True), 2)]
-    assert joined([fine, x, finer]) == [(fine, 1), (x, 1), (finer, 1)]  # another dimension stands between
-    assert joined([Stage(8, "y", True, 4), finer]) == [(Stage(8, "y", True, 4), 1), (finer, 1)]  # others between them
-    assert joined([Stage(4), Stage(2)]) == [(Stage(4), 1), (Stage(2), 1)]  # nobody knows where they lie
-    torus = {"a": (Stage(8, "x", True, 2),), "b": (Stage(2, "x"),), "c": (Stage(1),)}
-    assert major_stage(torus, ("a", "c", "b")) == ([Stage(16, "x", True)], 2)
-    assert major_stage(torus, ("b", "a")) == ([Stage(2, "x")], 1)
-    assert major_stage(torus, ("c",)) == ([], 0)
 
 
 def test_a_ring_over_two_axes_gives_what_one_axis_does(monkeypatch):

@@ -43,17 +43,6 @@ def test_what_follows_from_no_data_is_made_in_parts_and_not_sent():
     assert_sends_the_plan(fn, f32(8, 16), layout="rows: data; columns: model", dims={"x": "rows columns"})
 
 
-def test_in_two_layouts_it_is_made_twice():
-    def fn(x, y):
-        mask = jnp.cos(jnp.arange(8.0))
-        return x * mask, y * mp.rename(mask, rows="lines")
-
-    layout, dims = "rows: data; lines: model", {"x": "rows", "y": "lines"}
-    plan = plan_of(fn, f32(8), f32(8), layout=layout, dims=dims)
-    assert {s.results[0].spec for s in steps_of(plan.body, Run) if s.op.name == "cos"} == {(("data",),), (("model",),)}
-    assert not plan.collectives
-
-
 # -- loops
 
 

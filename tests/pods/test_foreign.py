@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("safetensors")
 from safetensors.numpy import save
 
-from meshpar._src.pods.foreign import _errors_of, _Tensors
+from meshpar._src.pods.foreign import _errors_of, _opened
 from meshpar.errors import CheckpointError
 
 
@@ -29,10 +29,10 @@ def test_damaged_bytes(tmp_path):
     for data in files:
         (tmp_path / "w.safetensors").write_bytes(data)
         with contextlib.suppress(CheckpointError):
-            tensors = _Tensors(tmp_path)
+            tensors = _opened(tmp_path)
             refused -= 1
-            for name in tensors._of:
-                tensors.slice_of(name)[:]
+            for name, file in tensors.items():
+                file.get_slice(name)[:]
         refused += 1
     assert refused > 20
 

@@ -198,7 +198,6 @@ def reductions_of_slices(n, u, b, h):
         "or": (lax.reduce_or(above[1:] << 1, (0,)), lax.reduce_or((u & 6)[1:], (0,)), jnp.any(b[1:] & False, 0)),
         "xor": (lax.reduce_xor(n[1:], (0,)), lax.reduce_xor(b[1:], (0,))),
         "first": (jnp.argmax(below[1:], 0), jnp.argmin((1 + abs(h))[1:], 0), jnp.argmax(b[1:], 0)),
-        "other dim": (jnp.sort(below[1:], 1), jnp.cumsum(n[1:], 1), jnp.argmax(b[1:], 1), jnp.split(n[1:], 2, 1)),
         "padded": (jnp.pad(n[1:], ((0, 1), (0, 0)), constant_values=-7), ~b[1:][::-1]),
         "written": n[1:].at[3].set(n[0]).at[4:].multiply(3),
     }
@@ -213,6 +212,28 @@ def test_padding_does_not_change_reductions_of_integers_and_booleans(lowering):
     dims = dict.fromkeys("nubh", "rows columns")
     how = {"layout": LAYOUT, "dims": dims, "lowering": lowering}
     assert_equals_the_unsharded_run(reductions_of_slices, n, u, b, h, rtol=0, atol=0, **how)
+
+
+ALONG_COLUMNS = {
+    "sort": lambda y: jnp.sort(y, 1), "cumulative": lambda y: jnp.cumsum(y, 1), "largest": lambda y: lax.top_k(y, 3)[0],
+    "first": lambda y: jnp.argmax(y, 1), "split": lambda y: jnp.split(y, 2, 1)[1], "slice": lambda y: y[:, 2:7:2],
+    "dynamic slice": lambda y: lax.dynamic_slice(y, (0, 1), (15, 4)), "flip": lambda y: y[:, ::-1],
+    "roll": lambda y: jnp.roll(y, 1, 1),
+    "pad": lambda y: jnp.pad(y, ((0, 0), (1, 0))), "joined": lambda y: jnp.concatenate([y, y * 2], 1),
+    "reshape": lambda y: y.reshape(15, 2, 4).swapaxes(1, 2),
+    "softmax": jax.nn.softmax, "convolution": lambda y: lax.conv(y[:, None], jnp.ones((2, 1, 3)), (1,), "SAME"),
+    "pooled": lambda y: lax.reduce_window(y, 0.0, lax.add, (1, 2), (1, 2), "VALID"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "lowering"), covering.each(ALONG_COLUMNS, BOTH))
+def test_ops_along_the_columns_of_15_rows_run_on_16(name, lowering):
+    def step(x):
+        return jnp.sum(ALONG_COLUMNS[name](jnp.sin(x[1:])).astype(jnp.float32), 0)
+
+    how = {"mesh": "data=4, model=2", "layout": "rows: data", "dims": DIMS}
+    assert {c.op for c in mp.plan(step, X, **how).collectives} == {"collective-permute", "all-reduce"}
+    assert_equals_the_unsharded_run(step, X, lowering=lowering, **how)
 
 
 @pytest.mark.parametrize("name", ["roll", "difference", "looked up", "vdot", "wrapped"])

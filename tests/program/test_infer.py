@@ -232,18 +232,6 @@ def test_convolutions_and_their_gradients(groups, kernel, dims):
     assert names(p.outputs) == [patterns["w"], patterns["x"], f"batch height width {dims.split()[-1]}"]
 
 
-def test_embedding_and_its_gradient():
-    def loss(table, tokens, w):
-        return jnp.sum((table[tokens] @ w) ** 2)
-
-    args = f32(30, 12), i32(2, 6), f32(12, 20)
-    dims = {"table": "vocab embed", "tokens": "batch seq"}
-    p = plan(jax.value_and_grad(loss, argnums=(0, 2)), *args, dims=dims)
-    assert names(p.outputs) == ["", "vocab embed", "embed _"]
-    assert dims_of(p, op(p, "gather").outs[0]) == "batch seq embed"
-    assert dims_of(p, op(p, "scatter-add").outs[0]) == "vocab embed"
-
-
 def test_operations_with_indices():
     def take(logits, labels):
         return jnp.take_along_axis(logits, labels[..., None], -1)[..., 0]
@@ -273,27 +261,6 @@ def test_scan_carry_xs_ys_and_consts():
     p = plan(fn, f32(2, 12), f32(12, 20), f32(3, 20, 12), f32(12), dims=dims)
     assert names(p.outputs) == ["batch embed", "layers batch"]
     assert names(p.inputs) == ["batch embed", "embed _", "layers _ embed", "embed"]
-
-
-def test_custom_jvp_and_vjp():
-    @jax.custom_jvp
-    def one(x):
-        return jnp.sin(x) * 2
-
-    @one.defjvp
-    def _(primals, tangents):
-        return one(*primals), jnp.cos(primals[0]) * tangents[0]
-
-    @jax.custom_vjp
-    def two(x, w):
-        return x @ w
-
-    two.defvjp(lambda x, w: (two(x, w), (x, w)), lambda res, g: (g @ res[1].T, res[0].T @ g))
-    dims = {"x": "batch embed", "w": "embed mlp"}
-    p = plan(lambda x, w: (one(x), two(x, w)), f32(2, 12), f32(12, 20), dims=dims)
-    assert names(p.outputs) == ["batch embed", "batch mlp"]
-    p = plan(jax.grad(lambda w, x: two(one(x), w).sum()), f32(12, 20), f32(2, 12), dims=dims)
-    assert names(p.outputs) == ["embed mlp"]
 
 
 def test_a_cached_jaxpr_is_apart_at_every_call_site():

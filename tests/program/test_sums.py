@@ -155,14 +155,3 @@ def test_other_sums_are_left_as_they_are(fn, inside):
     closed = jax.make_jaxpr(looped if inside else fn)(x, x)
     assert any(e.primitive.name in ("add_any", "add") for e in equations(closed))
     assert with_matmuls_added_first(closed) is closed
-
-
-def test_loops_with_a_condition():
-    def fn(x, w):
-        return jax.lax.while_loop(lambda x: x.sum() < 100, lambda x: chain(jnp.exp(x), x @ w, w @ x), x)
-
-    x = jnp.ones((4, 4))
-    closed = jax.make_jaxpr(fn)(x, x)
-    after = with_matmuls_added_first(closed)
-    assert after is not closed
-    np.testing.assert_allclose(jaxpr_as_fun(after)(x, x)[0], fn(x, x), rtol=1e-6)

@@ -51,8 +51,9 @@ def test_the_bar_of_a_devices_memory(peak, filled, colour):
 def test_a_plan_above_the_memory_that_a_search_allows_is_tight(rows, label):
     """``rows`` × 1 GiB of weights on a device with 15.75 GiB, of which a search allows 85 %, 13.39 GiB."""
     weights = jax.ShapeDtypeStruct((int(rows * 2**14), 2**14), jnp.float32)
-    x, where = jax.ShapeDtypeStruct((4, weights.shape[0]), jnp.float32), {"mesh": "data=4", "topology": "v5e:2x2"}
-    plan = mp.plan(lambda w, x: x @ w, weights, x, layout="batch: data", dims={"x": "batch embed"}, **where)
+    x, where = jax.ShapeDtypeStruct((4, weights.shape[0]), jnp.float32), "v5e:2x2"
+    layout, dims = "batch: data", {"x": "batch embed"}
+    plan = mp.plan(lambda w, x: x @ w, weights, x, mesh="data=4", topology=where, layout=layout, dims=dims)
     lines = [line.split() for line in str(plan).splitlines()]
     assert [label.split()[0]] == [words[0] for words in lines if words and words[0] in ("fits", "tight", "too")]
     assert ("a search allows 85 %" in str(plan)) == (label == "tight")

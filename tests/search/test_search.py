@@ -129,7 +129,7 @@ def test_it_is_as_good_as_planning_every_layout():
     for dims in itertools.permutations(["batch", "embed", "mlp"]):
         for axes in itertools.product(choices, repeat=3):
             layout = "; ".join(f"{d}?: {a}" for d, a in zip(dims, axes, strict=True) if a)
-            answers = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes)).assignments()
+            answers = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes)).axes
             if answers not in least:
                 least[answers] = base.replan(layout=layout).seconds or 0.0
     got = found(batch=4, options=(("mesh", "data=4, model=4"), ("forbid", "seq, vocab")))
@@ -249,7 +249,7 @@ def test_equal_answers_to_the_claims_are_equal_plans():
         plan = base.replan(layout=layout)
         figures = plan.seconds, plan.memory.peak, plan.bytes_sent
         assignment = AxisAssignment(base.program, mp.Layout(layout), dict(base.sizes))
-        assert by_answers.setdefault((assignment.named_scopes, assignment.assignments()), figures) == figures
+        assert by_answers.setdefault((assignment.named_scopes, assignment.axes), figures) == figures
     assert 10 < len(by_answers) < 60
 
 

@@ -70,14 +70,6 @@ def coordinator() -> str:
     return distributed.global_state.coordinator_address or "?"
 
 
-def cluster() -> str | None:
-    """The name of the cluster that JAX detects: TPU, GKE, Slurm, Open MPI; None: no cluster."""
-    for kind in clusters.ClusterEnv._cluster_types:
-        if not kind.opt_in_only_method and kind.is_env_present():
-            return kind.name
-    return None
-
-
 @dataclass(frozen=True)
 class Group:
     """Where the processes of a job connect.
@@ -95,8 +87,15 @@ class Group:
     devices: Sequence[int] | None = None
 
 
-def detected_group(wait: float) -> Group:
-    """The group that JAX detects on a cluster; ``wait``: seconds for the name of process 0's host to be resolved."""
+def detected_group(wait: float) -> Group | None:
+    """The group that JAX detects on a cluster (TPU, GKE, Slurm, Open MPI); None: no cluster.
+
+    Args:
+      wait: seconds for the name of process 0's host to be resolved.
+    """
+    kinds = clusters.ClusterEnv._cluster_types
+    if not any(kind.is_env_present() for kind in kinds if not kind.opt_in_only_method):
+        return None
     address, processes, process, devices = clusters.ClusterEnv.auto_detect_unset_distributed_params(
         os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, max(1, int(wait))
     )

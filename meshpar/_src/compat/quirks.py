@@ -1,11 +1,14 @@
-"""Workarounds for defects of compilers: the version, what goes wrong, the test that shows it, and when to remove it."""
+"""Workarounds for defects of compilers.
+
+A constant has the pytest id of the test that shows the defect, and fails once the compiler is fixed. The text after it says which
+results are wrong or slow without the workaround, in which version of the compiler, and when the workaround can be removed.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,179 +16,149 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+REDUCE_SCATTER_SHAPES = "tests/lower/test_quirks.py::test_scatters_that_the_tpu_compiler_makes_all_reduces"
+"""Some reduce-scatters are compiled to an all-reduce and a slice, which sends twice the bytes: if a dim after the scattered one is
+second to last and not a multiple of 8 (it is padded), if a scattered last dim of 2-byte elements leaves an odd number of 128-lane
+tiles per device, and if a dim of size 1 precedes the scattered one.
 
-@dataclass(frozen=True, slots=True)
-class Quirk:
-    """A defect of a compiler that passes or lowerings work around; the text after each says what goes wrong without that.
+In libtpu 0.0.42; the workaround can be removed when libtpu compiles the plain reduce-scatters of that test as reduce-scatters.
+"""
 
-    Attributes:
-      compiler: the compiler and the version in which it was observed.
-      test: the pytest id of the test that shows the defect; it fails once the compiler is fixed.
-      remove: when the workaround can be removed.
-    """
+LATE_GRADIENTS = "tests/passes/test_examples.py::test_gradients_of_layers_are_not_left_to_the_end"
+"""The weight gradients of a network are all computed last, while everything gathered for them stays in memory. In a loop, gathered
+weights stay in memory until the gradients have been sent.
 
-    compiler: str
-    test: str
-    remove: str
+In libtpu 0.0.42, default effort; the workaround can be removed when the compiler's scheduler bounds live memory.
+"""
 
+LOOPS_BEFORE_REDUCTIONS = "tests/passes/test_examples.py::test_the_example_of_a_pass"
+"""Partial gradients and gathered weights stay in memory while independent loops run first.
 
-REDUCE_SCATTER_SHAPES = Quirk(
-    compiler="libtpu 0.0.42",
-    test="tests/lower/test_quirks.py::test_scatters_that_the_tpu_compiler_makes_all_reduces",
-    remove="when libtpu compiles the plain reduce-scatters of that test as reduce-scatters",
-)
-"""Some reduce-scatters are compiled to an all-reduce and a slice, which sends twice the bytes: if a dim after the scattered one
-is second to last and not a multiple of 8 (it is padded), if a scattered last dim of 2-byte elements leaves an odd number of
-128-lane tiles per device, and if a dim of size 1 precedes the scattered one."""
+In libtpu 0.0.42, default effort; the workaround can be removed with LATE_GRADIENTS.
+"""
 
-LATE_GRADIENTS = Quirk(
-    compiler="libtpu 0.0.42, default effort",
-    test="tests/passes/test_examples.py::test_gradients_of_layers_are_not_left_to_the_end",
-    remove="when the compiler's scheduler bounds live memory",
-)
-"""The weight gradients of a network are all computed last, while everything gathered for them stays in memory. In a loop,
-gathered weights stay in memory until the gradients have been sent."""
+LATE_RESULTS = "tests/passes/test_examples.py::test_the_example_of_a_pass"
+"""Results that no matmul depends on, such as the loss, are computed at the end of the program, and their operands (float32 logits)
+stay in memory during the backward pass.
 
-LOOPS_BEFORE_REDUCTIONS = Quirk(
-    compiler="libtpu 0.0.42, default effort",
-    test="tests/passes/test_examples.py::test_the_example_of_a_pass",
-    remove="with LATE_GRADIENTS",
-)
-"""Partial gradients and gathered weights stay in memory while independent loops run first."""
+In libtpu 0.0.42, default effort; the workaround can be removed with LATE_GRADIENTS.
+"""
 
-LATE_RESULTS = Quirk(
-    compiler="libtpu 0.0.42, default effort",
-    test="tests/passes/test_examples.py::test_the_example_of_a_pass",
-    remove="with LATE_GRADIENTS",
-)
-"""Results that no matmul depends on, such as the loss, are computed at the end of the program, and their operands
-(float32 logits) stay in memory during the backward pass."""
+LATE_SLICE = "tests/passes/test_examples.py::test_a_smaller_reduction_is_sliced_at_once_and_no_loop_waits_for_it"
+"""If a reduce-scatter is compiled to an all-reduce, the slice is computed where the result is read, and the full-size sum stays in
+memory until then.
 
-LATE_SLICE = Quirk(
-    compiler="libtpu 0.0.42",
-    test="tests/passes/test_examples.py::test_a_smaller_reduction_is_sliced_at_once_and_no_loop_waits_for_it",
-    remove="when libtpu compiles these reduce-scatters as reduce-scatters",
-)
-"""If a reduce-scatter is compiled to an all-reduce, the slice is computed where the result is read, and the full-size sum stays
-in memory until then."""
+In libtpu 0.0.42; the workaround can be removed when libtpu compiles these reduce-scatters as reduce-scatters.
+"""
 
-STACK_CAST_BEFORE_LOOP = Quirk(
-    compiler="libtpu 0.0.42",
-    test="tests/passes/test_barriers.py::test_slices_that_a_loop_rounds_are_apart",
-    remove="when a plain barrier around the slice is enough",
-)
-"""If a loop casts the slices of a stacked float array to a narrower dtype, the compiler casts the full stack before the loop,
-and both arrays are in memory. It moves casts and copies through an optimization barrier."""
+STACK_CAST_BEFORE_LOOP = "tests/passes/test_barriers.py::test_slices_that_a_loop_rounds_are_apart"
+"""If a loop casts the slices of a stacked float array to a narrower dtype, the compiler casts the full stack before the loop, and
+both arrays are in memory. It moves casts and copies through an optimization barrier.
 
-FUSED_EPILOGUE = Quirk(
-    compiler="libtpu 0.0.42",
-    test="tests/passes/test_examples.py::test_the_example_of_a_pass",
-    remove="when these kernels take no longer than the matmul and then the elementwise ops",
-)
+In libtpu 0.0.42; the workaround can be removed when a plain barrier around the slice is enough.
+"""
+
+FUSED_EPILOGUE = "tests/passes/test_examples.py::test_the_example_of_a_pass"
 """If several arrays are computed from the result of a matmul (the backward pass of silu(gate) * up), all of them are computed in
 the matmul's kernel, tile by tile, while its matrix units wait. A matmul that reads its operands in tiles gets smaller tiles for
-each other array of its kernel (the backward pass of a norm)."""
+each other array of its kernel (the backward pass of a norm).
 
-MOVED_VIEWS = Quirk(
-    compiler="XLA, jax 0.10.2, with libtpu 0.0.42",
-    test="tests/lower/test_quirks.py::test_transposes_that_the_compiler_moves_through_elementwise_ops",
-    remove="when the program of that test has one exponential without constraints",
-)
-"""Before it partitions, XLA moves transposes and slices through elementwise ops and matmuls. In the backward pass of an
-attention with materialized scores, the softmax's gradient is then computed in the dim orders of two matmuls: one more pass over
-the scores, and more exponentials (11 of 170 Mcycles of a Llama of 12 layers on v5p). A sharding constraint is a copy until the
-program is partitioned, and nothing moves through it."""
+In libtpu 0.0.42; the workaround can be removed when these kernels take no longer than the matmul and then the elementwise ops.
+"""
 
-GATHER_NOT_IN_PLACE = Quirk(
-    compiler="libtpu 0.0.42",
-    test="tests/passes/test_examples.py::test_the_example_of_a_pass",
-    remove="when an all-gather is written into a donated buffer",
-)
-"""An all-gather is never written into the memory of a donated argument: all donated arguments whose results are gathered are
-copied at the start of the program."""
+MOVED_VIEWS = "tests/lower/test_quirks.py::test_transposes_that_the_compiler_moves_through_elementwise_ops"
+"""Before it partitions, XLA moves transposes and slices through elementwise ops and matmuls. In the backward pass of an attention
+with materialized scores, the softmax's gradient is then computed in the dim orders of two matmuls: one more pass over the scores,
+and more exponentials (11 of 170 Mcycles of a Llama of 12 layers on v5p). A sharding constraint is a copy until the program is
+partitioned, and nothing moves through it.
 
-SLICE_BEFORE_ALL_TO_ALL = Quirk(
-    compiler="XLA for CPUs, jax 0.10.2",
-    test="tests/lower/test_collectives.py::test_a_slice_before_an_all_to_all",
-    remove="when the fuzzer finds no wrong number without the workaround",
-)
-"""A slice of the program before an all-to-all is treated as one of the slices that the all-to-all exchanges, though its layout
-may differ: wrong numbers."""
+In XLA, jax 0.10.2, with libtpu 0.0.42; the workaround can be removed when the program of that test has one exponential without
+constraints.
+"""
 
-MERGED_SLICES = Quirk(
-    compiler="XLA, jax 0.10.2",
-    test="tests/lower/test_quirks.py::test_a_slice_of_a_slice_stays_within_it",
-    remove="when the oldest supported JAX is 0.12",
-)
-"""A dynamic slice of a dynamic slice becomes one dynamic slice, whose start is no longer clamped to the first one. A scattered
-row is such a slice if its target is sliced by device; a device that does not have the row then reads another one."""
+GATHER_NOT_IN_PLACE = "tests/passes/test_examples.py::test_the_example_of_a_pass"
+"""An all-gather is never written into the memory of a donated argument: all donated arguments whose results are gathered are copied
+at the start of the program.
 
-BATCHED_CONTRACTION = Quirk(
-    compiler="XLA's partitioner, jax 0.10.2 and 0.12.0.1",
-    test="tests/lower/test_quirks.py::test_a_batched_sum_of_which_one_axis_is_scattered",
-    remove="when the partitioner compiles the plain matmul of that test correctly",
-)
-"""A matmul with batch dims gives wrong numbers if its contracted dim is split over two axes, and a split batch dim of the result
-is to be split over one of these as well."""
+In libtpu 0.0.42; the workaround can be removed when an all-gather is written into a donated buffer.
+"""
 
-LONG_STRIDE = Quirk(
-    compiler="XLA's partitioner, jax 0.10.2 and 0.12.0.1",
-    test="tests/lower/test_quirks.py::test_one_element_with_a_long_stride",
-    remove="when the partitioner compiles the plain slice of that test correctly",
-)
+SLICE_BEFORE_ALL_TO_ALL = "tests/lower/test_collectives.py::test_a_slice_before_an_all_to_all"
+"""A slice of the program before an all-to-all is treated as one of the slices that the all-to-all exchanges, though its layout may
+differ: wrong numbers.
+
+In XLA for CPUs, jax 0.10.2; the workaround can be removed when the fuzzer finds no wrong number without the workaround.
+"""
+
+MERGED_SLICES = "tests/lower/test_quirks.py::test_a_slice_of_a_slice_stays_within_it"
+"""A dynamic slice of a dynamic slice becomes one dynamic slice, whose start is no longer clamped to the first one. A scattered row
+is such a slice if its target is sliced by device; a device that does not have the row then reads another one.
+
+In XLA, jax 0.10.2; the workaround can be removed when the oldest supported JAX is 0.12.
+"""
+
+BATCHED_CONTRACTION = "tests/lower/test_quirks.py::test_a_batched_sum_of_which_one_axis_is_scattered"
+"""A matmul with batch dims gives wrong numbers if its contracted dim is split over two axes, and a split batch dim of the result is
+to be split over one of these as well.
+
+In XLA's partitioner, jax 0.10.2 and 0.12.0.1; the workaround can be removed when the partitioner compiles the plain matmul of that
+test correctly.
+"""
+
+LONG_STRIDE = "tests/lower/test_quirks.py::test_one_element_with_a_long_stride"
 """A slice that takes one element of a split dim, with a stride longer than a device's shard, gives wrong numbers, or does not
-compile."""
+compile.
 
-QUEUED_RUNS = Quirk(
-    compiler="XLA for CPUs, jax 0.10.2",
-    test="tests/lower/test_quirks.py::test_many_calls_in_flight",
-    remove="when the oldest supported JAX is 0.12",
-)
+In XLA's partitioner, jax 0.10.2 and 0.12.0.1; the workaround can be removed when the partitioner compiles the plain slice of that
+test correctly.
+"""
+
+QUEUED_RUNS = "tests/lower/test_quirks.py::test_many_calls_in_flight"
 """A device can have 32 runs in flight. A call that starts another run blocks one of the threads that the runs need (as many as
 devices or cores, whichever are more). With few cores, a program with collectives that is called often without waiting for its
-results deadlocks, and is aborted after 40 seconds."""
+results deadlocks, and is aborted after 40 seconds.
+
+In XLA for CPUs, jax 0.10.2; the workaround can be removed when the oldest supported JAX is 0.12.
+"""
 MAX_QUEUED_RUNS = 8
 """Runs on several CPU devices after which the results are waited for; eager ops in between use slots too (:data:`QUEUED_RUNS`)."""
 _runs = itertools.count(1)
 
-LOST_NAN = Quirk(
-    compiler="XLA for CPUs, jax 0.10.2",
-    test="tests/lower/test_quirks.py::test_a_nan_in_an_extremum_over_devices",
-    remove="when the plain all-reduce of that test returns NaN",
-)
-"""An all-reduce by maximum or minimum treats comparisons with NaN as false: the NaN of one device is lost."""
+LOST_NAN = "tests/lower/test_quirks.py::test_a_nan_in_an_extremum_over_devices"
+"""An all-reduce by maximum or minimum treats comparisons with NaN as false: the NaN of one device is lost.
 
-PERMUTED_AXES = Quirk(
-    compiler="XLA's partitioner, jax 0.10.2 and 0.12.0",
-    test="tests/lower/test_quirks.py::test_a_matmul_over_axes_in_another_order_than_the_mesh",
-    remove="when the plain matmul of that test is right",
-)
-"""A matmul of operands sharded over two axes in another order than the mesh's, whose result is sharded over them along another
-dim, takes the blocks of a replicated operand in the order of the mesh: the values are wrong."""
+In XLA for CPUs, jax 0.10.2; the workaround can be removed when the plain all-reduce of that test returns NaN.
+"""
 
-GROUP_WINDOW = Quirk(
-    compiler="XLA's algebraic simplifier, jax 0.10.2 (CPU), and libtpu 0.0.42",
-    test="tests/lower/test_quirks.py::test_a_dilated_convolution_whose_operands_the_compiler_exchanges",
-    remove="when the plain convolution of that test compiles",
-)
-"""It exchanges the operands of a convolution with a large kernel. A spatial dim without padding whose window has as many
-elements as the dilation of the input, and moves by one less, is then treated as a group dim, also if the input has another size:
-the process is aborted. The gradient of an upsampling convolution with one row per device is such a convolution."""
+PERMUTED_AXES = "tests/lower/test_quirks.py::test_a_matmul_over_axes_in_another_order_than_the_mesh"
+"""A matmul of operands sharded over two axes in another order than the mesh's, whose result is sharded over them along another dim,
+takes the blocks of a replicated operand in the order of the mesh: the values are wrong.
 
-SINGLE_ROW = Quirk(
-    compiler="libtpu 0.0.42",
-    test="tests/lower/test_quirks.py::test_a_matmul_of_one_row_is_computed_with_eight",
-    remove="when the compiler computes such a matmul by the matrix units",
-)
-"""A matmul with one row is computed by the vector units, which process 160 weights in a cycle on v6e: four layers of projections
-of int8 weights take 5 times as long as reading the weights at default effort, and 7 times at fast effort. With 8 rows the matrix
-units compute them in 1.4 and 1.6 times that."""
+In XLA's partitioner, jax 0.10.2 and 0.12.0; the workaround can be removed when the plain matmul of that test is right.
+"""
+
+GROUP_WINDOW = "tests/lower/test_quirks.py::test_a_dilated_convolution_whose_operands_the_compiler_exchanges"
+"""It exchanges the operands of a convolution with a large kernel. A spatial dim without padding whose window has as many elements
+as the dilation of the input, and moves by one less, is then treated as a group dim, also if the input has another size: the process
+is aborted. The gradient of an upsampling convolution with one row per device is such a convolution.
+
+In XLA's algebraic simplifier, jax 0.10.2 (CPU), and libtpu 0.0.42; the workaround can be removed when the plain convolution of that
+test compiles.
+"""
+
+SINGLE_ROW = "tests/lower/test_quirks.py::test_a_matmul_of_one_row_is_computed_with_eight"
+"""A matmul with one row is computed by the vector units, which process 160 weights in a cycle on v6e: four layers of projections of
+int8 weights take 5 times as long as reading the weights at default effort, and 7 times at fast effort. With 8 rows the matrix units
+compute them in 1.4 and 1.6 times that.
+
+In libtpu 0.0.42; the workaround can be removed when the compiler computes such a matmul by the matrix units.
+"""
 MATMUL_ROWS = 8
 """Rows with which a matmul of one row is computed (:data:`SINGLE_ROW`)."""
 
-QUIRKS: dict[str, Quirk] = {name: quirk for name, quirk in globals().items() if isinstance(quirk, Quirk)}
-"""Name → every workaround that has code of its own. Primitives that XLA's partitioner gets wrong in general are marked, by
-``pinned`` and ``manual``, in their entries (:mod:`rules.registry`).
+QUIRKS: dict[str, str] = {name: test for name, test in globals().items() if name.isupper() and isinstance(test, str)}
+"""Name of every workaround that has code of its own → its test. Primitives that XLA's partitioner gets wrong in general are marked,
+by ``pinned`` and ``manual``, in their entries (:mod:`rules.registry`).
 
 The tables of :mod:`hardware.compiler` name those that a version of the TPU compiler has on a chip."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-from ..compat.jax import pass_of
 from ..plan.plan import Plan
-from ..program.ir import Op, Program, Value
+from ..program.ir import Program, Value
 from .caching import cached_on_plan
 from .fusion import Buffer, Kernel
 from .kernels import computation_of
@@ -16,22 +14,9 @@ KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
 ROLES = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")
 
 
-def _passes(program: Program) -> Callable[[Op | None], str | None]:
-    """A function from an op to ``"forward"`` or ``"backward"``, by its name stack or the ones of the loops around it; None:
-    neither."""
-
-    @functools.cache
-    def of(op: Op | None) -> str | None:
-        own = None if op is None else pass_of(op.eqn)
-        return own if op is None or own == "backward" else of(op.frame.parent) or own
-
-    return of
-
-
-def pass_of_kernel(plan: Plan) -> Callable[[Kernel], str | None]:
-    """A function from a kernel to its pass, ``"forward"`` or ``"backward"``; None: neither."""
-    of = plan.program.cached(_passes)
-    return lambda kernel: of(kernel.op)
+def pass_of_kernel(kernel: Kernel) -> str | None:
+    """The pass of a kernel, ``"forward"`` or ``"backward"``; None: neither."""
+    return None if kernel.op is None else kernel.op.derivative_pass
 
 
 def _classes(program: Program, value: Value, drop: int = 0) -> tuple[int, ...]:
@@ -52,7 +37,8 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
     Arguments and results have the role of their path. Other buffers are gradients if they have the dims of a weight, saved
     activations if the forward pass makes them and the backward pass reads them, else temporaries.
     """
-    when_of, weights = pass_of_kernel(plan), plan.program.cached(_weights)
+    program = plan.program  # the function is cached on the plan, so it must not refer to it
+    weights = program.cached(_weights)
     constants = set(computation_of(plan).constants)
 
     def kind(item: Buffer) -> str:
@@ -67,10 +53,10 @@ def buffer_roles(plan: Plan) -> Callable[[Buffer], str]:
                 return "other inputs"
         if made is None or _of_inputs(item):
             return "temporaries"
-        when = when_of(made)
-        if when != "forward" and _classes(plan.program, value) in weights:
+        when = pass_of_kernel(made)
+        if when != "forward" and _classes(program, value) in weights:
             return "gradients"
-        if when != "backward" and any(when_of(r) == "backward" for r in item.readers):
+        if when != "backward" and any(pass_of_kernel(r) == "backward" for r in item.readers):
             return "saved activations"
         return "temporaries"
 

@@ -22,6 +22,7 @@ from graphlib import TopologicalSorter
 from typing import TypeVar
 
 from ..hardware.collective_ops import CollectiveOp
+from ..iterables import operands_first
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.steps import Reduce, Reshard, Run, Step
@@ -460,18 +461,13 @@ def sorted_by_dependencies(before: Mapping[T, Iterable[T]], position: Mapping[T,
 
 def _is_computed(buffer: Buffer, computation: Computation, inside: set[Kernel], cache: dict[Buffer, bool]) -> bool:
     """Whether a buffer is carried by the computation's loop, or follows from a kernel inside that is not light."""
-    pending = [buffer]
-    while pending:  # not recursive: a chain of light ops may be longer than Python's stack
-        item = pending[-1]
-        if item.made_by is None or item.made_by not in inside:
-            cache[item] = item.carried and item in computation.inputs
-        elif not item.made_by.is_light or any(cache.get(b) for b in item.made_by.ins):
-            cache[item] = True
+
+    def operands(b: Buffer) -> Sequence[Buffer]:
+        return b.made_by.ins if b.made_by in inside and b.made_by.is_light else ()
+
+    for b in operands_first(buffer, operands, cache):
+        if b.made_by not in inside:
+            cache[b] = b.carried and b in computation.inputs
         else:
-            unknown = [b for b in item.made_by.ins if b not in cache]
-            pending += unknown
-            if not unknown:
-                cache[item] = False
-        if item in cache:
-            pending.pop()
+            cache[b] = not b.made_by.is_light or any(cache[i] for i in b.made_by.ins)
     return cache[buffer]

@@ -11,6 +11,7 @@ from ..dims import did_you_mean
 from ..plan.plan import Plan
 from ..program.ir import Program, Value
 from ..units import format_bytes, format_seconds
+from .kernel_time import read_bytes
 from .kernels import computation_of
 from .memory import memory_of
 from .time import time_of
@@ -95,12 +96,8 @@ def decoding_of(plan: Plan) -> Decoding | None:
         raise UnknownDimError(f"no argument of the step has the dim `{dim}` of its sequences", dim=dim, fixes=fixes)
     sequences = max(size for size, _ in splits)
     shards = max(math.prod(plan.sizes[a] for a in axes) for _, axes in splits)
-    read = sum(
-        min(i.bytes, sum(out.bytes for k in i.readers for out in k.outs))
-        if all(k.traits.slice for k in i.readers)  # a lookup of one row is a slice
-        else i.bytes
-        for i in (*computation_of(plan).constants, *computation_of(plan).inputs)
-    )
+    arguments = (*computation_of(plan).constants, *computation_of(plan).inputs)
+    read = sum(min(i.bytes, sum(read_bytes(kernel, i) for kernel in i.readers)) for i in arguments)
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     growing = sum(n for buffer, n in memory.live if _has(plan.program, buffer.value, dim)) / sequences
     largest = None

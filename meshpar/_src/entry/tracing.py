@@ -265,12 +265,13 @@ def _with_parameters(join: Join, program: Program, patterns: PathDims) -> Join:
         def preference(v: Value) -> tuple[bool, bool, int, int]:
             """Smaller for the array to report: one of the joined class, no optimizer state, with the longest common end of the
             path."""
-            is_joined = names <= program.unifier.names_now(v.nodes[v.annotation.index(name)])
-            return not is_joined, v.kind == "opt", -_common_end(reported, v.path), ("params", None, "opt").index(v.kind)
+            is_joined = names <= program.unifier.names_now(v.nodes[(v.annotation or ()).index(name)])
+            kind = ("params", None, "opt").index(v.kind)
+            return not is_joined, v.kind == "opt", -_common_end(reported, v.path or ""), kind
 
         if not values or " at " in before.partition(" names it ")[0]:  # a line of the model, not a path
             return before, before
-        path = min(values, key=preference).path
+        path = min(values, key=preference).path or ""
         match = patterns.match(path)
         if match is None or match[0] == path:
             return f"{path} names it `{name}`", "/".join(path.split("/")[-2:])

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ...errors import MeshparError
@@ -22,28 +22,20 @@ class Turns:
         self._taken = False
         self._pages = 0
 
-    def take(self, page: bool) -> None:
-        """Acquire the lock; ``page``: for a page."""
+    @contextmanager
+    def turn(self, page: bool = True) -> Iterator[None]:
+        """Holds the lock; ``page``: for a page."""
         with self._changed:
             self._pages += page
             self._changed.wait_for(lambda: not self._taken and (page or not self._pages))
             self._pages -= page
             self._taken = True
-
-    def leave(self) -> None:
-        """Release the lock."""
-        with self._changed:
-            self._taken = False
-            self._changed.notify_all()
-
-    @contextmanager
-    def page(self) -> Iterator[None]:
-        """Holds the lock for a page."""
-        self.take(True)
         try:
             yield
         finally:
-            self.leave()
+            with self._changed:
+                self._taken = False
+                self._changed.notify_all()
 
 
 class Stopped(KeyboardInterrupt):
@@ -67,15 +59,16 @@ class Job:
         self.failed: dict[str, Any] | None = None
         self.running = True
         self._turns, self._run = turns, run
-        self._has_turn = self._stop = False
+        self._stop, self._plans, self._turn = False, True, ExitStack()
         self._thread = threading.Thread(target=self._go, daemon=True)
         self._thread.start()
 
     def _go(self) -> None:
         """Run the job in its thread; store its result or error."""
-        self.take()
         try:
-            self.result = self._run(self)
+            with self._turn:
+                self._turn.enter_context(self._turns.turn(page=False))
+                self.result = self._run(self)
         except Stopped:
             self.failed = {"headline": "stopped"}
         except MeshparError as e:
@@ -84,20 +77,12 @@ class Job:
             log.exception("a job of the lab fails")
             self.failed = {"headline": f"{type(e).__name__}: {e}"}
         finally:
-            self.leave()
             self.running = False
 
-    def take(self) -> None:
-        """Acquire the lock for planning."""
-        if not self._has_turn:
-            self._turns.take(False)
-            self._has_turn = True
-
     def leave(self) -> None:
-        """Release the lock for planning, if the job has it."""
-        if self._has_turn:
-            self._has_turn = False
-            self._turns.leave()
+        """Release the lock for planning for good: the job plans no more."""
+        self._plans = False
+        self._turn.close()
 
     def tell(self, text: str) -> None:
         """Set the progress text, and release the lock for a moment, so that waiting pages can plan.
@@ -106,9 +91,9 @@ class Job:
           Stopped: the page stopped the job.
         """
         self.text = text
-        if self._has_turn:
-            self.leave()
-            self.take()
+        if self._plans:
+            self._turn.close()
+            self._turn.enter_context(self._turns.turn(page=False))
         if self._stop:
             raise Stopped
 

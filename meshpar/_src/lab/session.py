@@ -161,7 +161,7 @@ class Session:
         Raises:
           MeshparError: no draft was valid so far; the error of the first.
         """
-        with self._turns.page():
+        with self._turns.turn():
             return self._plan(self.shown)
 
     # -- plans
@@ -214,7 +214,7 @@ class Session:
                 if row.on and row.layout is not None:
                     with errors_at(at_rules, k):
                         row.layout.check_axes(where)
-        with self._turns.page(), errors_at(errors, "sizes"):
+        with self._turns.turn(), errors_at(errors, "sizes"):
             sized = self._sized(draft.sizes)
             with errors_at(errors, "names"):
                 sized._named(draft.names)
@@ -222,7 +222,7 @@ class Session:
             layout = "\n".join(row.text for row in rows if row.on and row.text.strip())
             draft = replace(draft, mesh=out["mesh"], layout=layout)
             try:
-                with self._turns.page():
+                with self._turns.turn():
                     plan = self._plan(draft)
                     self.shown = replace(draft, layout=str(plan.requested_layout))
                     out["plan"] = self._view(plan, [self._plan(d) for d in pinned], rows, self._of(draft).patterns)

@@ -35,7 +35,7 @@ def cross_entropy(
 
     The first needs less memory while a device has fewer than about 3 × embed tokens. Both send the same bytes, except for
     ``over="tokens"`` under ``lowering="jit"``, where the kernel's gradient is reduced over devices in every chunk. A sharded
-    vocabulary stays sharded: the label's logit is selected by comparison, not by indexing. Logits and sums are float32.
+    vocabulary stays sharded: the label's logit is selected by comparison, not by indexing. Logits and their reductions are float32.
 
     Args:
       logits: [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]), whose matmul gives the logits; with tied

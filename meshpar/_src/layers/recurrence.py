@@ -37,7 +37,7 @@ def recurrence(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, xs: Any)
       xs: a tree of arrays with one leading dim, of which x is a slice.
 
     Returns:
-      (the last state, the stacked ys), which differ from those of ``scan`` by rounding.
+      (the last state, the stacked ys), which differ from the results of ``scan`` by rounding.
 
     Raises:
       UnsupportedError: the new state is not the old one scaled elementwise plus values that do not depend on it, as in the delta
@@ -112,7 +112,7 @@ def _local(
 def _sends(avals: Sequence[Any], parts: ShardCounts) -> list[KernelSend]:
     """The collectives of :func:`_local`."""
     a, b, _ = avals
-    why = "what the steps of each device do to a state"
+    why = "the effect of the steps of each device on a state"
     return [KernelSend("all-gather", ("steps",), (1, *x.shape[1:]), x.dtype, why) for x in (a, b)]
 
 

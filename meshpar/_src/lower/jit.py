@@ -138,9 +138,11 @@ class _Lowering:
         return tuple(dict.fromkeys((*slices[-1:], *gathers[:1], need)))
 
     def operand_specs(self, op: Op) -> list[Spec | None]:
-        """The specs of the operands of control flow: of carries, their stored specs in the body; of constants, their specs after a
-        hoisted resharding; None: not constrained."""
+        """The specs of the operands of an identity, which is stored where its own names put it, and of control flow: of carries,
+        their stored specs in the body; of constants, their specs after a hoisted resharding; None: not constrained."""
         needs: list[Spec | None] = [None] * len(op.ins)
+        if op.primitive.family == "identity" and op.outs[0] not in self.partial and op.outs[0] not in self.reduces:
+            needs = [self.stored(op.outs[0])]
         if op.primitive.loop:
             parts, inner = loop_parts(op.eqn), op.frames[-1].ins()
             for shard in self.hoisted.get(op, ()):  # of a scan
@@ -161,7 +163,7 @@ class _Lowering:
             return spec or None
         if op.frames:
             return spec if op.primitive.control_flow and any(spec) else None
-        if run is None or op.primitive.free or self.is_constant(out):
+        if run is None or op.primitive.free or op.primitive.family == "identity" or self.is_constant(out):
             return None
         produced = run.results[op.outs.index(out)]
         if op.rule is None or manual:
@@ -253,10 +255,7 @@ class _FrameWriter:
         if frame.parent is not None and frame.parent.primitive.loop:
             self.constrain_carries(frame.parent)
         for op in frame.ops:
-            if op.primitive.family == "identity":
-                self.identity(op)
-            else:
-                self.op(op)
+            self.op(op)
         outvars = [self.read(v) for v in old.outvars]
         if frame.parent is not None and frame.parent.primitive.control_flow:
             outvars = self.constrained_results(frame.parent, outvars)
@@ -324,27 +323,15 @@ class _FrameWriter:
             if spec and any(spec) and self.frame.ops:
                 self.current[var] = self.constrain(var, spec, self.frame.ops[0].eqn)
 
-    def identity(self, op: Op) -> None:
-        """Write an op that only marks a value (its names, its spec): a sharding constraint if the spec changes, else
-        nothing."""
-        lowering, eqn = self.lowering, op.eqn
-        (value,), (out,) = op.ins, op.outs
-        spec = lowering.stored(out)
-        assert spec is not None
-        now = self.read(eqn.invars[0])
-        if out in lowering.reduces:
-            now = self.constrain(now, spec, eqn)
-        elif out not in lowering.partial:
-            now = self.operand(eqn.invars[0], value, spec, op)
-        self.current[eqn.outvars[0]] = now
-
     def op(self, op: Op) -> None:
         """Write the equation of an op, with constraints on its operands and results and rewritten bodies."""
         lowering, run = self.lowering, self.lowering.runs.get(op)
-        needs = lowering.operand_specs(op) if run is None else [None if s is None else s.spec for s in run.operands]
+        marks = op.primitive.family == "identity"  # it only names its operand, or its spec
+        planned = () if run is None or marks else run.operands
+        needs = [None if s is None else s.spec for s in planned] or lowering.operand_specs(op)
         invars = [self.operand(v, x, need, op) for v, x, need in zip(op.eqn.invars, op.ins, needs, strict=True)]
         manual = lowering.manual_ops.has(run)
-        if op.name == "reshard":  # from jax.random; it has no effect on a mesh without Explicit axes
+        if marks or op.name == "reshard":  # from jax.random; it has no effect on a mesh without Explicit axes
             self.current[op.eqn.outvars[0]] = invars[0]
         elif manual:
             assert run is not None

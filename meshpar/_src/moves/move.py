@@ -147,30 +147,23 @@ class Move(MovePlan, Document):
         """Raise UnsupportedError for an array that is not as it was planned."""
         for array in self.arrays:
             for path, operand in zip(array.sources, array.operands, strict=True):
-                x = found.get(path)
-                if x is None:
-                    raise UnsupportedError(
-                        f"the tree has no `{path}`, which this move was planned for", path=path,
-                        fixes=did_you_mean(path, found, "arrays"),
-                    )  # fmt: skip
+                if path not in found:
+                    text, fixes = f"the tree has no `{path}`", did_you_mean(path, found, "arrays")
+                    raise UnsupportedError(f"{text}, which this move was planned for", path=path, fixes=fixes)
+                x, text, fix = found[path], "", ""
+                has, planned = getattr(x, "sharding", None), operand.sharding
                 if isinstance(x, jax.Array) and x.is_deleted():
-                    raise UnsupportedError(
-                        f"{path}: this array was donated or deleted", path=path,
-                        fixes=["move with donate=False, or a copy of it"],
-                    )  # fmt: skip
-                if x.shape != operand.shape or x.dtype != array.old_dtype:
-                    raise UnsupportedError(
-                        f"{path} is {x.dtype}{list(x.shape)}, and the move was planned for "
-                        f"{array.old_dtype}{list(operand.shape)}", path=path, shape=x.shape,
-                        fixes=["plan another move: mp.move(params, …)"],
-                    )  # fmt: skip
-                planned, has = operand.sharding, getattr(x, "sharding", None)
-                if array.route is not None and (has is None or not has.is_equivalent_to(planned, x.ndim)):
+                    text, fix = f"{path}: this array was donated or deleted", "move with donate=False, or a copy of it"
+                elif x.shape != operand.shape or x.dtype != array.old_dtype:
+                    text = f"{path} is {x.dtype}{list(x.shape)}, and the move was planned for "
+                    text += f"{array.old_dtype}{list(operand.shape)}"
+                    fix = "plan another move: mp.move(params, …)"
+                elif array.route is not None and (has is None or not has.is_equivalent_to(planned, x.ndim)):
                     where = "is in host memory" if has is None else f"has the sharding {getattr(has, 'spec', has)}"
-                    raise UnsupportedError(
-                        f"{path} {where}, and the move was planned from {planned.spec}", path=path, shape=x.shape,
-                        fixes=["plan the move from these arrays, without source=: mp.move(arrays, target=…)"],
-                    )  # fmt: skip
+                    text = f"{path} {where}, and the move was planned from {planned.spec}"
+                    fix = "plan the move from these arrays, without source=: mp.move(arrays, target=…)"
+                if text:
+                    raise UnsupportedError(text, path=path, shape=x.shape, fixes=[fix])
 
 
 def _written(into: Any, arrays: Mapping[str, Any]) -> Any:

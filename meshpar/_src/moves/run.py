@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..plan.spec import itemsize_of
 from .factored import Parts, devices_of
 from .plan import MovedArray, program_mesh
-from .route import exchange, follow
+from .route import Round, exchange, follow
 
 
 def _bits(x: jax.Array, cpu: bool) -> jax.Array:
@@ -41,46 +41,41 @@ def local_move(array: MovedArray, axes: tuple[str, ...]) -> Callable[..., jax.Ar
             return x
         return _bits(_of_bits(x, old).astype(dtype), route.on_cpus)
 
-    def moved(x: jax.Array, parts: Parts) -> jax.Array:
-        """The bits of a shard of the target from the bits of the source's shard, with one dim for each part."""
+    def made(
+        xs: Sequence[jax.Array], parts: Parts | None, rounds: tuple[Round, ...], local: tuple[int, ...]
+    ) -> jax.Array:
+        """The bits of a shard of the target, or of a chunk of it, which has the shape ``local`` if it is made in rounds."""
+        xs = [cast(x, True) for x in xs]
+        if parts is None:
+            return cast(exchange(xs, replace(route, rounds=rounds), local, axes), False)
         assert route.mesh is not None
-        x = cast(x, True).reshape(parts.local(parts.have))
+        x = xs[0].reshape(parts.local(parts.have))
         return cast(follow(x, parts, route.mesh, route.joints, route.on_cpus), False)
-
-    def by_rounds(x: jax.Array, rows: int) -> jax.Array:
-        """The bits of ``rows`` rows of a shard of the target."""
-        steps = tuple(replace(r, shape=(rows, *r.shape[1:])) for r in route.rounds)
-        y = exchange([cast(x, True)], replace(route, rounds=steps), (rows, *shape[1:]), axes)
-        return cast(y, False)
 
     def chunked(x: jax.Array) -> jax.Array:
         """The chunks one after the other; of a donated array each in place of the one that it was."""
-        (at, count), parts = array.chunks, route.parts
+        (at, count), parts, rounds = array.chunks, route.parts, route.rounds
         rows = (shape[0] if parts is None else parts.sizes[at]) // count
         # [dims before the part, chunks, other dims]: XLA leaves such arrays in their layout, and copies none
-        sides = [(1, count, -1), (1, count, -1)]
-        local = (rows, *x.shape[1:])
-        if parts is not None:
+        sides, local = [(1, count, -1), (1, count, -1)], (rows, *x.shape[1:])
+        if parts is None:
+            rounds = tuple(replace(r, shape=(rows, *r.shape[1:])) for r in rounds)
+        else:
             sides = [(math.prod(of[:at]), count, -1) for of in (parts.local(parts.have), parts.local(parts.need))]
             parts = replace(parts, sizes=tuple(rows if k == at else n for k, n in enumerate(parts.sizes)))
         x = x.reshape(sides[0])
 
         def body(k: jax.Array, out: jax.Array) -> jax.Array:
             y = lax.dynamic_index_in_dim(out if array.in_place else x, k, 1, keepdims=False)
-            y = by_rounds(y.reshape(local), rows) if parts is None else moved(y, parts)
+            y = made([y.reshape(local) if parts is None else y], parts, rounds, (rows, *shape[1:]))
             return lax.dynamic_update_index_in_dim(out, y.reshape(out.shape[0], -1), k, 1)
 
         empty = _bits(jnp.zeros(shape, dtype), route.on_cpus).reshape(sides[1])
         return lax.fori_loop(0, count, body, x if array.in_place else empty)
 
     def move(*xs: jax.Array) -> jax.Array:
-        xs = tuple(_bits(x, route.on_cpus) for x in xs)
-        if array.chunks[1] > 1:
-            y = chunked(xs[0])
-        elif route.parts is not None:
-            y = moved(xs[0], route.parts)
-        else:
-            y = cast(exchange([cast(x, True) for x in xs], route, shape, axes), False)
+        bits = [_bits(x, route.on_cpus) for x in xs]
+        y = chunked(bits[0]) if array.chunks[1] > 1 else made(bits, route.parts, route.rounds, shape)
         return _of_bits(y, dtype).reshape(shape)
 
     return move

@@ -32,7 +32,7 @@ from ..plan.collectives import Collective
 from ..plan.manual import ManualOps, on_cpus
 from ..plan.plan import Plan
 from ..plan.spec import shard_count
-from ..plan.steps import Body, Reduce, Step, rewrite_bodies
+from ..plan.steps import Body, Reduce, rewrite_bodies
 from ..program.ir import Value
 from ..units import format_bytes, format_seconds
 from .collective_matmul import BY_COST
@@ -57,45 +57,27 @@ def choose_all_reduce(plan: Plan) -> Body:
         +     sends 117 MB (all_reduce) per call: dot_general contracts the batch; all-reduce and local slice, …
           return %2
     """
+    replacement: Callable[[Plan, Reduce, Collective], Replacement | None] | None = None  # None: by cost
     if plan.lowering == "jit" and on_cpus(plan):
-        return _without_reduce_scatters(plan)
-    if plan.chip is None or not plan.chip.torus:
+        replacement = partial(_as_all_reduce, manual=ManualOps(plan))
+    elif plan.chip is None or not plan.chip.torus:
         return plan.body
-    if plan.lowering == "jit" and plan.compiler.partitioner_prefers_all_reduce:
-        partitioned = True
-    elif plan.lowering != "jit" and plan.overlap in BY_COST:
-        partitioned = False
-    else:
+    elif plan.lowering == "jit" and plan.compiler.partitioner_prefers_all_reduce:
+        replacement = _as_partitioned
+    elif plan.lowering == "jit" or plan.overlap not in BY_COST:
         return plan.body
 
     def change(body: Body) -> Body:
         """A body with its reductions replaced; rings, and the bodies inside, are unchanged."""
         if not any(isinstance(s, Reduce) for s in body.steps):
             return body
-        queued = not partitioned and plan.is_async("all-reduce") and _matmuls_block_on_reductions(plan, body)
-        replacement = _as_partitioned if partitioned else partial(_by_cost, queued=queued)
+        queued = replacement is None and plan.is_async("all-reduce") and _matmuls_block_on_reductions(plan, body)
+        own = replacement or partial(_by_cost, queued=queued)
         return body.with_steps(
-            [_replaced(plan, s, replacement) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps]
+            [_replaced(plan, s, own) if isinstance(s, Reduce) and s.ring is None else s for s in body.steps]
         )
 
     return rewrite_bodies(plan.body, change)
-
-
-def _without_reduce_scatters(plan: Plan) -> Body:
-    """The steps with an all-reduce for every reduce-scatter that is left to XLA's partitioner.
-
-    XLA's compiler for CPUs makes no reduce-scatters (jaxlib 0.10.2): it all-reduces, and each device takes its slice. Ops that the
-    lowering partitions itself keep their reduce-scatters.
-    """
-    manual = ManualOps(plan)
-
-    def changed(step: Step) -> Step:
-        if not isinstance(step, Reduce) or not step.scatters:
-            return step
-        op = step.source.value.op
-        return step if op is not None and manual.has(plan.runs.get(op)) else _replaced(plan, step, _as_all_reduce)
-
-    return rewrite_bodies(plan.body, lambda body: body.with_steps(list(map(changed, body.steps))))
 
 
 Replacement = tuple[float, float | None, str]
@@ -124,9 +106,11 @@ def _replaced(
     return replace(step, collectives=tuple(collectives), scatters=tuple(scatters))
 
 
-def _as_all_reduce(plan: Plan, step: Reduce, old: Collective) -> Replacement | None:
-    """The all-reduce that XLA's compiler for CPUs makes of a reduce-scatter; None for other collectives."""
-    if old.op != "reduce-scatter":
+def _as_all_reduce(plan: Plan, step: Reduce, old: Collective, *, manual: ManualOps) -> Replacement | None:
+    """The all-reduce that XLA's compiler for CPUs (jaxlib 0.10.2) makes of a reduce-scatter; None for other collectives, and for
+    ops that the lowering partitions itself, which keep their reduce-scatters."""
+    op = step.source.value.op
+    if old.op != "reduce-scatter" or (op is not None and manual.has(plan.runs.get(op))):
         return None
     devices = math.prod(plan.sizes[a] for a in old.axes)
     sent = wire_bytes("all-reduce", collective_volume(old.op, old.bytes, devices), devices)

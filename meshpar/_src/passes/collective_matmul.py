@@ -19,7 +19,7 @@ from meshpar_kernels.collective_matmul.schedule import gather_hops
 from ..caches import LRUCache
 from ..cost.collective_matmul import CollectiveMatmul, exposed_seconds
 from ..hardware.algorithms import AlgorithmName
-from ..hardware.collective_ops import CollectiveOp, wire_bytes
+from ..hardware.collective_ops import wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import devices_of, major_of, major_stage
 from ..plan.collectives import Collective
@@ -192,16 +192,15 @@ class _Reader:
         self.users: dict[Shard, list[Step]] = {}
         self.maker: dict[Shard, tuple[Run, Frame]] = {}
         self.reads: dict[Shard, int] = {}
-        self._read(plan.body, {s for loop in plan.body.loops for s in loop.hoisted}, plan.program.root)
+        self._read(plan.body, plan.program.root)
 
-    def _read(self, body: Body, hoisted: set[Shard], home: Frame) -> None:
-        """Record the steps of a body and of nested bodies; ``hoisted``: shards that are resharded before a loop, which are no
-        candidates."""
+    def _read(self, body: Body, home: Frame) -> None:
+        """Record the steps of a body and of nested bodies."""
         users, reads = self.users, self.reads
         for step in body.steps:
             if not isinstance(step, Run):
                 for inner in step.bodies:
-                    self._read(inner, hoisted, home if isinstance(step, Call) else inner.frame)
+                    self._read(inner, home if isinstance(step, Call) else inner.frame)
                 if isinstance(step, Call):
                     continue
             for shard in step.reads:
@@ -211,7 +210,7 @@ class _Reader:
                     reads[shard] = reads.get(shard, 0) + 1
             if isinstance(step, Run):
                 self.maker.update((shard, (step, home)) for shard in step.results if shard.partial)
-            elif isinstance(step, Reshard) and step.copy and step.collectives and step.result not in hoisted:
+            elif isinstance(step, Reshard) and step.copy and step.collectives:
                 users[step.result] = []
                 self.candidates.append((step, body.frame, home))
             elif isinstance(step, Reduce) and [c.op for c in step.collectives[:1]] == ["reduce-scatter"]:
@@ -430,21 +429,17 @@ def ring_collectives(plan: Plan, pair: CollectiveMatmul) -> list[Collective]:
             seconds = hop_seconds(sent, major_of(plan.torus, pair.axes)[0], plan.chip) / min(2, devices - 1)
         count = None if old.count is None else old.count * h.count
         why = f"ring steps in place of the {old.op}, overlapped with matmuls"
-        out.append(_like(old, "collective-permute", sent, "ring", seconds, count=count, why=why))
+        hop = replace(old, op="collective-permute", bytes=sent, algorithm="ring", seconds=seconds, count=count, why=why)
+        out.append(hop)
     if minor > 1:
         _, first = major_stage(plan.torus, pair.axes)
         inner = [s for a in pair.axes for s in plan.torus[a] if s.size > 1][first:]
         algorithm: AlgorithmName = "staged" if old.op == "reduce-scatter" else "native"
         seconds = None if plan.chip is None else seconds_of(old.op, size / devices, inner, plan.chip, algorithm)
-        part = _like(old, old.op, wire_bytes(old.op, size / devices, minor), algorithm, seconds, first=first)
+        sent = wire_bytes(old.op, size / devices, minor)
+        part = replace(old, bytes=sent, algorithm=algorithm, seconds=seconds, why="", first=first)
         out = [part, *out] if pair.gather else [*out, part]
     return out
-
-
-def _like(
-    old: Collective, op: CollectiveOp, size: float, algorithm: AlgorithmName, seconds: float | None, **other: Any
-) -> Collective:
-    return replace(old, op=op, bytes=size, algorithm=algorithm, seconds=seconds, **{"why": "", **other})
 
 
 def fused_of(plan: Plan, pair: CollectiveMatmul, is_transposed: bool) -> FusedGather | FusedScatter | str:

@@ -19,7 +19,6 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..caches import LRUCache
@@ -56,13 +55,6 @@ class OpQuery:
     leaders: tuple[int, ...]
     nested: tuple[tuple[int, int], ...]
     sizes: tuple[int, ...]
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash((self.items, self.groups, self.leaders, self.nested, self.sizes))
-
-    def __hash__(self) -> int:
-        return self._hash
 
     def linked(self, axes: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
         """The axes of every factor, given the axes of all leaders."""
@@ -147,11 +139,15 @@ class AxisAssignment:
 
     Attributes:
       notes: sentences for the plan's notes.
+      queries: the distinct queries of the program, for layouts that name the same scopes.
+      groups: the assignment of each rule group.
+      axes: for each of ``queries``, the axes of its dims or factors. Two layouts that name the same scopes and have equal axes on a
+        mesh have the same plan.
       named_scopes: the scopes that the rules of the layout name; scoped: there are some.
     """
 
     def __init__(self, program: Program, layout: Layout, sizes: Mapping[str, int]):
-        """The assignment for mesh axes of these sizes (axis → size); it is computed when the first value or op is looked up."""
+        """The assignment for mesh axes of these sizes (axis → size)."""
         self.program, self.layout, self.sizes = program, layout, sizes
         self.named_scopes = tuple(sorted({r.scope for r in layout.rules if r.scope is not None}))
         self.scoped = bool(self.named_scopes)
@@ -161,6 +157,12 @@ class AxisAssignment:
         self.scopes = self.tables.scopes[self.named_scopes] if self.scoped else {}
         self.notes: list[str] = []
         self.shard_map_axes = self.tables.shard_map_axes
+        if self.named_scopes not in self.tables.queries:
+            self.tables.queries[self.named_scopes] = self._all_queries()
+        self.queries = self.tables.queries[self.named_scopes]
+        self.groups = tuple(map(self._of_group, self.queries.groups))
+        self.axes = tuple([axes for group in self.groups for axes in group.axes])
+        self._indivisible = [rules for group in self.groups for rules in group.indivisible]
 
     def scopes_of(self, value: Value) -> tuple[str, ...]:
         """The scopes that a value is in, among those that the layout names."""
@@ -177,12 +179,12 @@ class AxisAssignment:
 
     def value_spec(self, value: Value) -> Spec:
         """The stored spec of a value. Arrays without elements are replicated: XLA returns them with the global shape."""
-        spec = self._axes[self._of_value[value]]
+        spec = self.axes[self.queries.of_value[value]]
         return self.nameless_as_given(value, spec) if self.shard_map_axes and value.explicit is None else spec
 
     def indivisible(self, value: Value) -> dict[int, Rule]:
         """Dim of a value → the first rule whose axes do not divide it."""
-        return self._indivisible[self._of_value[value]]
+        return self._indivisible[self.queries.of_value[value]]
 
     def unused_optional_rules(self, value: Value) -> Iterator[tuple[Rule, int]]:
         """Yields (rule, dim) for the rules of a value marked ``?`` that shard nothing because their axes do not divide
@@ -227,8 +229,8 @@ class AxisAssignment:
 
     def elementwise_spec(self, op: Op) -> Spec:
         """The spec in which an elementwise op computes: its result's, unless annotated operands name its dims differently."""
-        queries = self._of_op[op]
-        return self._axes[queries[-1]] if len(queries) > len(op.outs) else self.value_spec(op.outs[0])
+        queries = self.queries.of_op[op]
+        return self.axes[queries[-1]] if len(queries) > len(op.outs) else self.value_spec(op.outs[0])
 
     def work_items(self, op: Op, out: Value) -> Items | None:
         """(names, size) of the dims of an elementwise op that has annotated operands; None: it has none."""
@@ -301,7 +303,7 @@ class AxisAssignment:
           cost: axes of the factors → bytes sent, by which conflicts are resolved; None: by the order of the rules.
         """
         if cost is None:
-            return list(self._axes[self._of_op[op][-1]])
+            return list(self.axes[self.queries.of_op[op][-1]])
         query, scopes = self.op_query(op)
         axes = self._cheapest(
             op, query.items, scopes, self._claimed(query, scopes), lambda way: cost(query.linked(way))
@@ -398,42 +400,11 @@ class AxisAssignment:
                     best, least = axes, bytes_
         return best
 
-    def assignments(self) -> tuple[tuple[tuple[str, ...], ...], ...]:
-        """For each of :meth:`queries`, the axes of its dims or factors.
-
-        Two layouts that name the same scopes and have equal assignments on a mesh have the same plan.
-        """
-        return tuple(self._axes)
-
-    def group_assignments(self) -> tuple[GroupAssignment, ...]:
-        """The assignment of each rule group, shared by all layouts with the same rules for its names."""
-        return self._groups
-
-    @cached_property
-    def _groups(self) -> tuple[GroupAssignment, ...]:
-        rules, sizes = self.layout.rules, tuple(self.sizes.items())
-        out = []
-        for group in self.queries().groups:
-            scopes = group.scopes or ()
-            own = tuple(r for r in rules if r.dim in group.names and (r.scope is None or r.scope in scopes))
-            out.append(group.cache.setdefault((own, sizes), lambda group=group: self._assign_group(group)))
-        return tuple(out)
-
-    @cached_property
-    def _axes(self) -> list[tuple[tuple[str, ...], ...]]:
-        return [axes for group in self._groups for axes in group.axes]
-
-    @cached_property
-    def _indivisible(self) -> list[dict[int, Rule]]:
-        return [rules for group in self._groups for rules in group.indivisible]
-
-    @cached_property
-    def _of_value(self) -> dict[Value, int]:
-        return self.queries().of_value
-
-    @cached_property
-    def _of_op(self) -> dict[Op, tuple[int, ...]]:
-        return self.queries().of_op
+    def _of_group(self, group: RuleGroup) -> GroupAssignment:
+        """The assignment of a rule group, shared by all layouts with the same rules for its names."""
+        scopes = group.scopes or ()
+        own = tuple(r for r in self.layout.rules if r.dim in group.names and (r.scope is None or r.scope in scopes))
+        return group.cache.setdefault((own, tuple(self.sizes.items())), lambda: self._assign_group(group))
 
     def _assign_group(self, group: RuleGroup) -> GroupAssignment:
         """The assignment of a rule group under this layout."""
@@ -475,15 +446,8 @@ class AxisAssignment:
                 yield from op.outs
             yield from frame.ins()
 
-    def queries(self) -> Queries:
-        """The distinct queries of the program, for layouts that name the scopes of this one."""
-        queries = self.tables.queries.get(self.named_scopes)
-        if queries is None:
-            queries = self.tables.queries[self.named_scopes] = self._all_queries()
-        return queries
-
     def _all_queries(self) -> Queries:
-        """As :meth:`queries`, not cached."""
+        """The distinct queries of the program, for layouts that name the scopes of this one."""
         index: dict[tuple[Any, tuple[str, ...] | None], int] = {}
 
         def add(query: Any, scopes: tuple[str, ...] | None) -> int:

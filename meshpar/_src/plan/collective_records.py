@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import cast
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
+from .causes import Causes, FactorAxes
 from .collectives import Collective, Text
 from .resharding import Move, reshard
 from .spec import itemsize, shard_count, value_bytes
@@ -116,15 +117,18 @@ class CollectiveRecords:
         return moves, records
 
     def local_form(
-        self, op: Op, sends: tuple[SendOver, ...], texts: Sequence[tuple[Text, str]], count: int | None
+        self, op: Op, sends: tuple[SendOver, ...], factor_axes: FactorAxes, causes: Causes, count: int | None
     ) -> tuple[Collective, ...]:
         """The records of the collectives that the local form of an op makes.
 
         Args:
-          texts: (cause, dims) of each of them.
+          factor_axes: the axes that split each factor of the op.
+          causes: words the cause of each of them.
         """
         records = []
-        for (send, axes), (cause, dims) in zip(sends, texts, strict=True):
+        for send, axes in sends:
+            cause = functools.partial(causes.local_form, op, factor_axes, axes, send.why)
+            dims = causes.sent_dims(op, send.shape)
             kind, bytes_sent = cast(CollectiveOp, send.op), send_bytes(send, axes, self.sizes)
             records.append(
                 Collective(

@@ -21,9 +21,6 @@ from ..rules.rule import ADDED
 Text = str | Callable[[], str]
 """A text for reports, or a function that makes it."""
 
-UNWORDED = "(no cause, since wording it failed)"
-"""Begins the cause of a collective whose wording raised an error."""
-
 
 @record
 class Collective:
@@ -71,16 +68,9 @@ class Collective:
 
     @property
     def cause(self) -> str:
-        """A sentence with the rule of the layout that needs it.
-
-        It is made when it is read first. An error in it becomes the text, since a report must not stop a plan or a step.
-        """
+        """A sentence with the rule of the layout that needs it, which is made when it is read first."""
         if not isinstance(self.wording, str):
-            try:
-                text = self.wording()
-            except Exception as e:
-                text = f"{UNWORDED} {type(e).__name__}: {e}"
-            object.__setattr__(self, "wording", text)
+            object.__setattr__(self, "wording", self.wording())
         return str(self.wording)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from ..compat.jax import literal_array
 from ..iterables import operands_first
@@ -107,8 +106,3 @@ def large_constant_note(program: Program, constant: Value, sizes: Mapping[str, i
         f"{constant.aval.dtype}{list(constant.shape)} ({format_memory(size)}){where} is closed over: it is compiled into the "
         "program, and every device holds all of it; pass it as an argument, which a rule can split"
     )
-
-
-def nameless_constant(aval: Any, spec: Spec) -> Shard:
-    """A shard of a literal that is no value of the program, as loops and branches take and return them."""
-    return Shard(Value(aval, (-1,) * len(aval.shape)), spec, is_constant=True)

@@ -18,7 +18,6 @@ from ..program.primitives import add_row_p
 from ..rules.rule import ADDED
 from .body_builder import BodyBuilder
 from .collectives import split_reduction
-from .constants import nameless_constant
 from .decide import Facts, add_to_carry
 from .emit import Emitter, Site
 from .partial import addends
@@ -32,6 +31,8 @@ MakeStep = Callable[[], Step]
 It is called after the whole program is planned, since steps may be added to the bodies until then.
 """
 
+PlanOps = Callable[[Frame, Sequence[Any]], None]
+"""A function of a frame and the constants of its jaxpr that plans the ops of the frame."""
 
 MIN_SCATTERED_ELEMENTS = 2**18
 """Elements (1 MiB in float32) of the smallest gradient that is reduced in each microbatch to save memory."""
@@ -44,13 +45,11 @@ class Accumulation:
     Attributes:
       carries: the carry as an input of the body; if an inner loop adds to it, of all bodies, the outer loop's first.
       addend: the value that is added, to the carry or to one row of it.
-      op: the addition.
       start: the shard of a first value that is partial, as another loop left it; None: the first value is input-independent.
     """
 
     carries: tuple[Value, ...]
     addend: Value
-    op: Op
     start: Shard | None
 
 
@@ -58,7 +57,6 @@ class ControlFlow:
     """Plans scans, while loops, conditionals and calls; made by the planner, once per plan.
 
     Attributes:
-      accumulated: values that are added to the carry of a loop by linear ops → whether an inner loop stacks them on the way.
       accumulations: by the op that adds to the carry.
       outer: carries of a scan to which a scan inside of it adds.
       depth: the number of scans around the present op.
@@ -67,21 +65,16 @@ class ControlFlow:
         ``in_each_microbatch`` the device has shards of them.
     """
 
-    def __init__(
-        self, emitter: Emitter, facts: Facts, accumulated: dict[Value, bool],
-        plan_ops: Callable[[Frame, Sequence[Any]], None], in_each_microbatch: bool = False,
-    ):  # fmt: skip
-        """Control flow of one plan; ``plan_ops(frame, constants)`` plans the ops of a body, and is a method of the
-        planner."""
-        self.emitter, self.facts, self.accumulated, self._plan_ops = emitter, facts, accumulated, plan_ops
+    def __init__(self, emitter: Emitter, facts: Facts, in_each_microbatch: bool = False):
+        self.emitter, self.facts = emitter, facts
         self.accumulations: dict[Op, Accumulation] = {}
         self.outer: set[Value] = set()
         self.depth = 0
         self.in_each_microbatch, self.unsharded = in_each_microbatch, 0.0
 
-    def plan(self, op: Op) -> MakeStep:
-        """Plan an op with bodies, and the ops in these; returns a :data:`MakeStep`, which makes the op's step."""
-        return _PLAN.get(op.name, ControlFlow.call)(self, op)
+    def plan(self, op: Op, plan_ops: PlanOps) -> MakeStep:
+        """Plan an op with bodies, and the ops in these by ``plan_ops``; returns a :data:`MakeStep`, which makes the op's step."""
+        return _PLAN.get(op.name, ControlFlow.call)(self, op, plan_ops)
 
     def add(self, op: Op) -> bool:
         """Plan an addition to the carry of a loop, if the carry is partial; else only place the carry."""
@@ -114,7 +107,7 @@ class ControlFlow:
 
     # -- ops
 
-    def call(self, op: Op) -> MakeStep:
+    def call(self, op: Op, plan_ops: PlanOps) -> MakeStep:
         """A function call: its steps run in place, and the steps of a recomputation behind a barrier."""
         emitter, outer = self.emitter, self.emitter.body
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
@@ -129,7 +122,7 @@ class ControlFlow:
                     emitter.literal(value, var)
             if recomputes:
                 saved = self._behind_barrier(op, frame)
-            self._plan_ops(frame, consts)
+            plan_ops(frame, consts)
         emitter.current.update(saved)
         for var, out in zip(frame.jaxpr.outvars, op.outs, strict=True):
             if isinstance(var, Literal):
@@ -157,7 +150,7 @@ class ControlFlow:
         emitter.current.update(copies)
         return saved
 
-    def scan(self, op: Op) -> MakeStep:
+    def scan(self, op: Op, plan_ops: PlanOps) -> MakeStep:
         """Plan a scan and its body; returns a :data:`MakeStep`, which makes its ``Loop`` step after the whole program
         is planned.
 
@@ -167,7 +160,7 @@ class ControlFlow:
         emitter, current = self.emitter, self.emitter.current
         parts = loop_parts(op.eqn)
         (frame,), (consts,) = op.frames, body_consts(op.eqn)
-        inner, group = frame.ins(), emitter.group
+        inner = frame.ins()
         _, inner_carries, inner_slices = parts.split(inner)
         accumulations = self._find_accumulations(op, frame, parts)
         self._reduce_operands(op, {op.ins[parts.carries[k]] for k in accumulations})
@@ -189,7 +182,7 @@ class ControlFlow:
         stacks_several = op.eqn.params["length"] > 1
         with emitter.inside(frame) as body:
             slices = [current[w] for w in inner_slices]
-            self._plan_ops(frame, consts)
+            plan_ops(frame, consts)
             carried = [emitter.placements[w].made for w in inner_carries]
             partial = {
                 k
@@ -215,7 +208,6 @@ class ControlFlow:
             if start is not None and not carried[k].partial:
                 emitter.reduce(start)
             inits[k] = self._enters(op, i, start, carried[k].spec)
-        emitter.group = group
         results = []
         for k, (out, shard) in enumerate(zip(op.outs, outputs, strict=True)):
             spec = shard.spec if k < len(carried) else ((), *shard.spec)
@@ -227,12 +219,12 @@ class ControlFlow:
         first = [inits[k] for k in range(len(carried))]
         return self._loop(op, read, first, stacks, [(body, [*carried, *slices], outputs)], results)
 
-    def while_(self, op: Op) -> MakeStep:
+    def while_(self, op: Op, plan_ops: PlanOps) -> MakeStep:
         """Plan a while loop, its condition and its body; returns a :data:`MakeStep` for its ``Loop`` step.
 
         Carries are sharded as stored, in the condition and in the body.
         """
-        emitter, parts, group = self.emitter, loop_parts(op.eqn), self.emitter.group
+        emitter, parts = self.emitter, loop_parts(op.eqn)
         self._reduce_operands(op)
         cond, body = op.frames
         carry = parts.carried(body.ins())
@@ -247,9 +239,8 @@ class ControlFlow:
             for shard in carried:
                 emitter.current[shard.value] = shard
             with emitter.inside(frame) as builder:
-                self._plan_ops(frame, consts)
+                plan_ops(frame, consts)
                 bodies.append((builder, carried, self._leaves(op, frame, needs)))
-        emitter.group = group
         results = []
         for out, shard in zip(op.outs, bodies[1][2], strict=True):
             results.append(emitter.place(emitter.shard(out, shard.spec)))
@@ -276,12 +267,12 @@ class ControlFlow:
             tuple(body.body(inputs, outputs) for body, inputs, outputs in bodies), tuple(results),
         )  # fmt: skip
 
-    def cond(self, op: Op) -> MakeStep:
+    def cond(self, op: Op, plan_ops: PlanOps) -> MakeStep:
         """Plan a conditional and its branches; returns a :data:`MakeStep` for its ``Branch`` step.
 
         All branches return the results in their stored specs.
         """
-        emitter, group = self.emitter, self.emitter.group
+        emitter = self.emitter
         self._reduce_operands(op)
         index = emitter.as_it_is(op.ins[0])
         stored = [emitter.stored(out) for out in op.outs]
@@ -290,9 +281,8 @@ class ControlFlow:
             operands = enumerate(zip(op.ins[1:], frame.ins(), strict=True), 1)
             read += [self._reads(op, i, v, w, hoist=False) for i, (v, w) in operands]
             with emitter.inside(frame) as body:
-                self._plan_ops(frame, consts)
+                plan_ops(frame, consts)
                 bodies.append((body, self._leaves(op, frame, stored)))
-        emitter.group = group
         results = [emitter.place(emitter.shard(out, spec)) for out, spec in zip(op.outs, stored, strict=True)]
         read, results = tuple(dict.fromkeys(read)), tuple(results)
         return lambda: Branch(op, index, read, tuple(body.body((), outputs) for body, outputs in bodies), results)
@@ -350,7 +340,8 @@ class ControlFlow:
         return outputs
 
     def _literal(self, op: Op, var: Var | Literal, spec: Spec) -> Shard:
-        shard = nameless_constant(var.aval, spec)
+        # no value of the program
+        shard = Shard(Value(var.aval, (-1,) * len(spec)), spec, is_constant=True)
         self.emitter.body.deferred.append(Constant(op, shard, literal_array(var)))
         return shard
 
@@ -389,10 +380,10 @@ class ControlFlow:
             positions.add(k)
             add, addend, chain = found
             self.outer.update(chain[:-1])
-            self.accumulations[add] = Accumulation(chain, addend, add, first)
+            self.accumulations[add] = Accumulation(chain, addend, first)
             # the addend is computed from these values by ops that partial values may pass
             for value, stacked in addends(self.facts.program, addend):
-                self.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)
+                self.facts.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)
         return positions
 
 

@@ -7,7 +7,7 @@ Everything here is a pure function of an op, the shardings of its operands, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..layout import Spec
@@ -15,7 +15,7 @@ from ..program.ir import Op, Program, Value
 from ..records import record
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
-from ..rules.rule import ADDED, Kind, OpRule
+from ..rules.rule import ADDED, Kind
 from .assignment import AxisAssignment
 from .checks import check_manual_axes
 from .factors import axes_of_array, contiguous_only, spec_from_factors
@@ -107,8 +107,8 @@ class Facts:
 
     assignment: AxisAssignment
     readers: Mapping[Value, Sequence[Op | None]]
-    accumulated: Mapping[Value, bool]
-    deferred: Set[Value] = frozenset()
+    accumulated: dict[Value, bool]
+    deferred: set[Value]
 
     @property
     def program(self) -> Program:
@@ -138,11 +138,6 @@ class _Site:
     @property
     def sizes(self) -> Mapping[str, int]:
         return self.facts.sizes
-
-    @property
-    def rule(self) -> OpRule:
-        assert self.op.rule is not None
-        return self.op.rule
 
     @property
     def partial(self) -> list[int]:
@@ -196,9 +191,7 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
     first = _Site(op, operands, facts)
     partial = [(i, first.operand(i).value) for i in first.partial]
     shared = tuple(i for i, v in partial if len(facts.readers.get(v, ())) > 1 and v not in facts.deferred)
-    if op.primitive.family == "barrier":
-        return _barrier(first.reducing(shared), shared)
-    if op.primitive.family == "identity":
+    if op.primitive.family in ("identity", "barrier"):
         return _identity(first.reducing(shared), shared)
     if op.rule is None:
         return _elementwise(first.reducing(shared), shared)
@@ -253,30 +246,24 @@ def broadcast_spec(spec: Spec, shape: Sequence[int], out: Sequence[int]) -> Spec
 # -- families of ops
 
 
-def _barrier(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
-    """An optimization barrier: each result is sharded as its operand is."""
+def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
+    """An identity or an optimization barrier: each result is sharded as its operand is, a partial one too. A result of an identity
+    that is not partial is then stored where its own names put it."""
+    op = site.op
+    if is_input_independent(op, site.operands):
+        return _constant(site, [site.stored(v) for v in op.outs], reduce)
     results = [
-        ShardType(replicated_spec(len(out.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
-        for x, out in zip(site.operands, site.op.outs, strict=True)
+        ShardType(replicated_spec(len(v.shape))) if x is None else ShardType(x.spec, x.partial, x.kind)
+        for x, v in zip(site.operands, op.outs, strict=True)
     ]
+    left = op.primitive.family == "barrier"
     return OpDecision(
         operands=tuple(None if x is None else x.spec for x in site.operands),
         results=tuple(results),
-        stored=(None,) * len(results),
+        stored=tuple(None if left or r.partial else site.resharded(v) for r, v in zip(results, op.outs, strict=True)),
         reduce=reduce,
-        inherits=tuple(i if x is not None and x.partial else None for i, x in enumerate(site.operands)),
-        is_constant=is_input_independent(site.op, site.operands),
+        inherits=tuple(i if r.partial else None for i, r in enumerate(results)),
     )
-
-
-def _identity(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
-    """An identity: the result is stored where its own names put it; a partial operand stays partial."""
-    (x,), (out,) = site.operands, site.op.outs
-    if is_input_independent(site.op, site.operands):
-        return _constant(site, [replicated_spec(len(out.shape)) if x is None else site.stored(out)], reduce)
-    assert x is not None
-    stored, inherits = (None, 0) if x.partial else (site.resharded(out), None)
-    return OpDecision((x.spec,), (ShardType(x.spec, x.partial, x.kind),), (stored,), reduce, inherits=(inherits,))
 
 
 def _elementwise(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
@@ -323,7 +310,7 @@ def _constant(site: _Site, specs: Sequence[Spec], reduce: tuple[int, ...]) -> Op
 
 def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
     """An op with a factor rule: the layout's axes for its factors, changed where the op could not run or sends less."""
-    op, rule = site.op, site.rule
+    op, rule = site.op, site.op.factor_rule
     positions, passed, law = site.partial, None, None
     if positions and len(op.outs) == 1:
         law = law_for(site, positions)
@@ -365,7 +352,7 @@ def _by_rule(site: _Site, reduce: tuple[int, ...]) -> OpDecision:
 
 def _factor_axes(site: _Site) -> Axes:
     """The axes that split the factors of an op with a factor rule."""
-    op, rule = site.op, site.rule
+    op, rule = site.op, site.op.factor_rule
     if rule.given is not None:
         return list(rule.given)
     axes, x = assigned_axes(site), site.operands[0] if site.operands else None
@@ -387,7 +374,7 @@ def exchanged_or_unsharded(site: _Site, axes: Axes) -> Axes:
     Moved are dims along which an op cuts or joins arrays (``sharded_like`` of its rule), if these arrays are sharded
     differently.
     """
-    rule = site.rule
+    rule = site.op.factor_rule
     moved = {f for pair in rule.sharded_like for f in pair if axes[f]}
     if not moved:
         return axes
@@ -410,7 +397,7 @@ def spread(site: _Site, axes: Axes) -> Axes:
     Args:
       axes: for each factor of the op's rule, the axes that split it.
     """
-    rule, sizes = site.rule, site.sizes
+    rule, sizes = site.op.factor_rule, site.sizes
     if site.op.primitive.family == "kernel":
         return axes
     exchanged = [f for f, kind in enumerate(rule.kinds) if kind == "permutation"]
@@ -451,7 +438,7 @@ def indexed(site: _Site, axes: Axes) -> Axes:
     loop that only reads the array. A ``dynamic_slice`` in such a loop is treated as a read of one window per iteration, of an
     array that may be gathered before the loop.
     """
-    op, rule, sizes = site.op, site.rule, site.sizes
+    op, rule, sizes = site.op, site.op.factor_rule, site.sizes
     x = site.operands[0] if site.operands else None
     if x is None or "indexed" not in rule.kinds or x.is_constant:
         return axes
@@ -517,7 +504,7 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
 
 def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:
     """Apply an op with a factor rule to partial operand i as it is sharded, if the op splits no factor otherwise."""
-    rule, x = site.rule, site.operand(i)
+    rule, x = site.op.factor_rule, site.operand(i)
     axes = axes_of_array(rule, rule.ins[i], x.spec, site.sizes)
     if axes is None:
         return None
@@ -538,7 +525,7 @@ def _reduces_less_after(site: _Site, i: int) -> bool:
 def _bytes_after(site: _Site, i: int) -> tuple[float, float] | None:
     """(bytes sent for an op besides the reduction of its partial operand i, bytes if its result is reduced instead); None: the op
     cannot run on the partial operand."""
-    x, (out,), rule, sizes = site.operand(i), site.op.outs, site.rule, site.sizes
+    x, (out,), rule, sizes = site.operand(i), site.op.outs, site.op.factor_rule, site.sizes
     axes = assigned_axes(site)
     need, made = spec_from_factors(rule.ins[i], axes), spec_from_factors(rule.outs[0], axes)
     if need != x.spec or any(a in x.partial for got in axes for a in got):

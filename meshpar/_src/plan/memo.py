@@ -1,4 +1,4 @@
-"""Results that the plans of one program on one mesh share: shards and steps, and decisions about ops.
+"""Results that the plans of one program share: shards and steps, and decisions about ops.
 
 Shards and steps are interned, so that ops that are planned as before have the same steps as before, and the cost model finds its
 cached results for them.
@@ -9,40 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from ..hardware.chips import Chip
-from ..hardware.topology import Torus
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
 from ..rules.rule import Kind
-from .collective_records import AlgorithmChoices
 from .decide import OpDecision
-from .plan import ShardedArray
 from .steps import Run, Shard
 
 T = TypeVar("T")
+
+Sizes = tuple[tuple[str, int], ...]
+"""(axis, size) of a mesh."""
 
 MAX_INTERNED = 600_000
 """Shards and steps that are cached; when there are more, all are dropped."""
 
 
 class PlanCache:
-    """Cached parts of the plans of a program on a mesh.
+    """Cached parts of the plans of a program.
 
     Attributes:
       table: the interned shards and steps, by the attributes that make them.
-      decisions: about ops, by all that they depend on.
-      held: the records of arguments and results, by value and spec.
-      tori: the stages of the axes on slices, by the text of these.
-      algorithms: of collectives, by slices and chip.
+      decisions: for sizes of the mesh axes, decisions about ops by all else that they depend on.
     """
 
-    def __init__(self, program: Program | None = None, sizes: tuple[tuple[str, int], ...] = ()):
-        """An empty cache of the plans of a program on a mesh of these sizes."""
+    def __init__(self, program: Program):
         self.table: dict[Hashable, Any] = {}
-        self.decisions: dict[Hashable, OpDecision] = {}
-        self.held: dict[tuple[Value, Spec], ShardedArray] = {}
-        self.tori: dict[str, Torus] = {}
-        self.algorithms: dict[tuple[str | None, Chip | None], AlgorithmChoices] = {}
+        self.decisions: dict[Sizes, dict[Hashable, OpDecision]] = {}
 
     def trim(self) -> PlanCache:
         """The cache, without shards and steps, and the decisions about them, if there are too many."""

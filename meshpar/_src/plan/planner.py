@@ -13,13 +13,13 @@ from jax.extend.core import Literal, Var
 from ..dims import format_dims
 from ..hardware.calibration import calibrated
 from ..hardware.chips import Chip
-from ..hardware.topology import chip_of, torus_of, torus_of_slices
-from ..layout import Rule, Spec
+from ..hardware.topology import Torus, chip_of, torus_of, torus_of_slices
+from ..iterables import grouped
 from ..program.ir import Frame, Op, Program, Value
 from ..units import format_memory
 from .assignment import AxisAssignment
 from .checks import check_dims, check_divides, check_joins
-from .collective_records import CollectiveRecords, TooLong
+from .collective_records import AlgorithmChoices, CollectiveRecords, TooLong
 from .constants import large_constant_note
 from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, decide, is_reduced_after
@@ -124,6 +124,13 @@ def planned_as_traced(plan: Plan) -> Plan:
     return _Planner(Variant(plan.program.traced, plan.layout, (), None), plan.request, math.inf, False).plan()
 
 
+def _on_slices(
+    program: Program, sizes: tuple[tuple[str, int], ...], topology: str
+) -> tuple[Torus, dict[Chip | None, AlgorithmChoices]]:
+    """(the stages of the axes on slices, the algorithms of collectives by chip, which plans add) of the plans of a program."""
+    return torus_of_slices(dict(sizes), topology), {}
+
+
 MIN_NOTED_BYTES = 2**26
 """Bytes of unsharded gradients from which on a note says how to have them sharded."""
 IN_EACH_MICROBATCH = (
@@ -138,7 +145,7 @@ class _Planner:
 
     Attributes:
       deferrable: values that may be in ``deferred`` of the facts.
-      cache: shared by the plans of the program on the mesh; of this plan alone unless ``by_key``.
+      decisions: shared by the plans of the program on meshes of these sizes; of this plan alone unless ``by_key``.
       by_key: decisions are cached by :meth:`key`.
     """
 
@@ -153,21 +160,17 @@ class _Planner:
         self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, request.calibrations)
         # a layout that is resolved by cost, and a user's shard_map, decide by more than the keys of decisions contain
         self.by_key = layout.resolve == "order" and not assignment.shard_map_axes
-        self.cache = cache = program.cached(PlanCache, tuple(sizes.items())).trim() if self.by_key else PlanCache()
-        if topology is None:
-            self.torus = torus_of(mesh)
-        else:
-            if topology not in cache.tori:
-                cache.tori[topology] = torus_of_slices(sizes, topology)
-            self.torus = cache.tori[topology]
-        algorithms = cache.algorithms.setdefault((topology, self.chip), {})
+        cache = program.cached(PlanCache).trim() if self.by_key else PlanCache(program)
+        self.decisions = cache.decisions.setdefault(tuple(sizes.items()), {})
+        self.torus, algorithms = torus_of(mesh), AlgorithmChoices()
+        if topology is not None:
+            self.torus, of_chip = program.cached(_on_slices, tuple(sizes.items()), topology)
+            algorithms = of_chip.setdefault(self.chip, algorithms)
         records = CollectiveRecords(program, sizes, self.torus, self.chip, algorithms, max_seconds)
         self.emitter = Emitter(assignment, cache, records)
-        accumulated: dict[Value, bool] = {}
-        self.deferred: set[Value] = set()
         self.deferrable = program.cached(deferrable)
-        self.facts = Facts(assignment, program.cached(readers_of), accumulated, self.deferred)
-        self.control = ControlFlow(self.emitter, self.facts, accumulated, self.ops, in_each_microbatch)
+        self.facts = Facts(assignment, program.cached(readers_of), {}, set())
+        self.control = ControlFlow(self.emitter, self.facts, in_each_microbatch)
 
     def plan(self) -> Plan:
         """The plan.
@@ -175,12 +178,6 @@ class _Planner:
         Raises:
           TooLong: its collectives take longer than the limit.
         """
-        try:
-            return self._plan()
-        finally:
-            del self.control  # refers to a method of the planner: without the cycle its arrays are freed at once
-
-    def _plan(self) -> Plan:
         program, emitter = self.program, self.emitter
         inputs = [emitter.place(emitter.shard(v, replicated_spec(len(v.shape)))) for v in program.constants]
         self.notes += filter(None, (large_constant_note(program, v, self.sizes) for v in program.constants))
@@ -188,13 +185,13 @@ class _Planner:
         for value in program.inputs:
             spec = emitter.stored(value)
             inputs.append(emitter.place(emitter.shard(value, spec)))
-            arguments.append(self.held(value, spec))
+            arguments.append(ShardedArray.of(program, value, spec, self.sizes, value.kind))
         check_divides(program.inputs, self.assignment)
         self.ops(program.root, ())
         outputs = []
         for var, value in zip(program.root.jaxpr.outvars, program.outputs, strict=True):
             outputs.append(self.output(var, value))
-            results.append(self.held(value, emitter.stored(value)))
+            results.append(ShardedArray.of(program, value, emitter.stored(value), self.sizes, value.kind))
         self.notes += self.unsharded_notes()
         return Plan(
             program, self.request, self.layout, self.torus, self.chip, emitter.body.body(inputs, outputs),
@@ -214,7 +211,7 @@ class _Planner:
         for op in frame.ops:
             group = emitter.new_group()
             if op.frames:
-                group.insert(0, control.plan(op))
+                group.insert(0, control.plan(op, self.ops))
             elif op not in control.accumulations or not control.add(op):
                 emitter.run(op, self.decision(op))
                 self.defer(op)
@@ -225,16 +222,16 @@ class _Planner:
             if value in self.deferrable and self.emitter.current[value].partial:
                 x = self.emitter.operand_of(value)
                 if x is not None and is_reduced_after(x, self.facts):
-                    self.deferred.add(value)
+                    self.facts.deferred.add(value)
 
     def decision(self, op: Op) -> OpDecision:
         """The decision about an op without bodies; ops that are planned alike, such as in equal layers, share it."""
         key, operand_of = self.key(op) if self.by_key else None, self.emitter.operand_of
-        known = None if key is None else self.cache.decisions.get(key)
+        known = None if key is None else self.decisions.get(key)
         if known is None:
             known = decide(op, [operand_of(v) for v in op.ins], self.facts)
             if key is not None:
-                self.cache.decisions[key] = known
+                self.decisions[key] = known
         return known
 
     def key(self, op: Op) -> tuple[Any, ...] | None:
@@ -253,26 +250,20 @@ class _Planner:
             axes = None if rule is None else tuple(assignment.factor_axes(op))
             iterations = tuple([v and emitter.iterations(v) for v in op.ins])
             accumulated = self.facts.accumulated.get(op.outs[0]) if op.outs else None
-            return (
-                op,
-                axes,
-                stored,
-                tuple(shards),
-                iterations,
-                frozenset(self.deferred.intersection(op.ins)),
-                accumulated,
-            )
+            deferred = frozenset(self.facts.deferred.intersection(op.ins))
+            return op, axes, stored, tuple(shards), iterations, accumulated, deferred
+        if op.eqn.effects or op.primitive.family in ("identity", "barrier", "opaque"):
+            return None
+        if rule is None and not narrows(op):
+            shapes = tuple([None if v is None else v.shape for v in op.ins])
+            constant = all(v is None or v in constants for v in op.ins) and op.name
+            return assignment.elementwise_spec(op), op.outs[0].shape, shapes, stored, constant
         operands = tuple(
             [v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)) for v in op.ins]
         )
         if rule is None:
-            if op.primitive.family in ("identity", "barrier") or all(x is None or x[1] for x in operands):
-                return None
-            shapes = operands if narrows(op) else tuple([None if v is None else v.shape for v in op.ins])
-            return assignment.elementwise_spec(op), op.outs[0].shape, shapes, stored
-        if rule.given is not None or op.primitive.family == "opaque" or op.eqn.effects:
-            return None
-        return rule, tuple(assignment.factor_axes(op)), operands, stored
+            return assignment.elementwise_spec(op), op.outs[0].shape, operands, stored
+        return None if rule.given is not None else (rule, tuple(assignment.factor_axes(op)), operands, stored)
 
     def output(self, var: Var | Literal, value: Value) -> Shard:
         """A result of the program in its stored spec."""
@@ -287,33 +278,27 @@ class _Planner:
         emitter.new_group()
         return emitter.store(None, value)
 
-    def held(self, value: Value, spec: Spec) -> ShardedArray:
-        """The record of an argument or result."""
-        key = (value, spec)
-        if key not in self.cache.held:
-            self.cache.held[key] = ShardedArray.of(self.program, value, spec, self.sizes, value.kind)
-        return self.cache.held[key]
-
     def unsharded_notes(self) -> list[str]:
         """Notes of the dims that a rule does not divide, and that are therefore left unsharded."""
         program, assignment = self.program, self.assignment
-        notes: dict[str, list[str]] = {}
-        for value in program.inputs:
-            for rule, i in assignment.unused_optional_rules(value):
-                note = f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, which is left unsharded in "
-                notes.setdefault(note, []).append(str(value.path))
+        unused = ((rule, i, value) for value in program.inputs for rule, i in assignment.unused_optional_rules(value))
+        left = "which is left unsharded in"
+        notes = grouped(
+            (f"`{rule}` does not divide `{program.dims(value)[i]}` of {value.shape[i]}, {left} ", str(value.path))
+            for rule, i, value in unused
+        )
         out = [f"{n}{paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "") for n, paths in notes.items()]
-        values: dict[tuple[Rule, str, int], list[Value]] = {}
-        for value, i, rule in assignment.all_indivisible():
-            dim = program.dim_name(value, i)
-            values.setdefault((rule, f"`{dim}`" if dim else f"dim {i}", value.shape[i]), []).append(value)
+        values = grouped(
+            ((rule, f"`{dim}`" if (dim := program.dim_name(value, i)) else f"dim {i}", value.shape[i]), value)
+            for value, i, rule in assignment.all_indivisible()
+        )
         for (rule, dim, size), same in values.items():
             first = same[0]
             more = f" and {len(same) - 1} more" if same[1:] else ""
             parts = [n for n in range(1, shard_count(rule.axes, self.sizes)) if size % n == 0]
             sizes = " or ".join(filter(None, [", ".join(map(str, parts[-4:-1])), str(parts[-1])]))
             out.append(
-                f"`{rule}` does not divide {dim} of {size}, which is left unsharded in {list(first.shape)} "
+                f"`{rule}` does not divide {dim} of {size}, {left} {list(first.shape)} "
                 f"({format_dims(program.dims(first))}){more}; {' × '.join(rule.axes)} of {sizes} divides it"
             )
         return [*out, *assignment.notes]

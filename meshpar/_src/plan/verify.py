@@ -11,7 +11,7 @@ from typing import Any
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
 from .plan import Plan
-from .steps import Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
+from .steps import Body, Branch, Loop, Reduce, Reshard, Run, Shard, Step
 
 
 def verify(plan: Plan) -> None:
@@ -47,32 +47,26 @@ def _verify_program(program: Program) -> None:
 def _verify_body(body: Body, outside: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
     """Check that each step of a body reads shards that exist where it runs, and that each shard is made once.
 
+    An error names the step, by its op and line.
+
     Args:
       outside: shards of outer scopes that the steps may read.
       made: all shards made so far; the body's are added.
     """
     assert len(set(body.inputs)) == len(body.inputs), f"two inputs of a body are one shard: {body.inputs}"
     seen = outside | set(body.inputs)
-    _verify_steps(body, seen, made, sizes)
-    unknown = {s for s in body.outputs if s is not None} - seen
-    assert not unknown, f"a body returns shards that no step in it makes: {unknown}"
-
-
-def _verify_steps(body: Body, seen: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
-    """``seen``: the available shards, to which the results of the steps are added. An error names the step, by its op and line."""
-    for step in body.steps:
+    for step in body.with_calls:
         try:
             _verify_step(step, seen, made, sizes)
         except AssertionError as fault:
             of = "a result" if step.op is None else f"{step.op.label} at {step.op.location}"
             raise AssertionError(f"{type(step).__name__} of {of}: {fault}") from None
+    unknown = {s for s in body.outputs if s is not None} - seen
+    assert not unknown, f"a body returns shards that no step in it makes: {unknown}"
 
 
 def _verify_step(step: Step, seen: set[Shard], made: set[Shard], sizes: Mapping[str, int]) -> None:
-    if isinstance(step, Call):
-        _verify_steps(step.body, seen, made, sizes)
-        assert not step.body.inputs, "its body has inputs of its own"
-        return
+    """``seen``: the available shards, to which the results of the step are added."""
     unknown = set(step.reads) - seen
     assert not unknown, f"reads shards that no step before makes: {unknown}"
     _CHECKS.get(type(step), lambda *_: None)(step, sizes)

@@ -126,7 +126,7 @@ class Checkpoints:
         self._manager: Any = None
         self._lock: Lock | None = None
         self._facts: dict[str, Any] = {}
-        self._dims: dict[str, str] = {}
+        self._dims: dict[str, dict[str, str]] = {}
         self._stop = StopRequest()
 
     # -- save
@@ -157,15 +157,14 @@ class Checkpoints:
         if not (on_disk or in_memory):
             return False
         saved = {path: _saved(path, x) for path, x in by_name(state)[0].items()}
+        arrays = {path: x for path, (x, _) in saved.items() if x is not None}
         facts = self._facts_of(n, data if data is not None else self.data, extra)
+        facts["leaves"] = {path: {**about, **self._dims.get(path, {})} for path, (_, about) in saved.items()}
         if in_memory and self._memory is not None:
             self._open()
-            arrays = {path: x for path, (x, _) in saved.items() if x is not None}
-            self._memory.save(
-                self._run, n, arrays, {**facts, "leaves": {path: about for path, (_, about) in saved.items()}}
-            )
+            self._memory.save(self._run, n, arrays, facts)
         if on_disk:
-            self._write(n, saved, facts)
+            self._write(n, arrays, facts)
         if stop:
             self.wait()
         return stop
@@ -202,17 +201,12 @@ class Checkpoints:
             "extra": _json(dict(extra or {}), "extra"),
         }
 
-    def _write(self, n: int, saved: Mapping[str, tuple[Any, dict[str, Any]]], facts: dict[str, Any]) -> None:
+    def _write(self, n: int, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Copy arrays to the host, and start to write them and the metadata of step ``n``.
 
-        The metadata is a JSON object: ``facts``, and the shape, dtype, spec and digest of every leaf, with the values of Python
-        numbers. It is completed in the background: all processes add up the digests, and an array with different copies
-        ends the save.
-
-        Args:
-          saved: path → (array, metadata) as of :func:`_saved`.
+        The metadata is a JSON object: ``facts``, with the digest of every array. It is completed in the background: all processes
+        add up the digests, and an array with different copies ends the save.
         """
-        arrays = {path: x for path, (x, _) in saved.items() if x is not None}
         manager = self._open()
         digests = Digests(arrays, copied=True)
 
@@ -224,14 +218,11 @@ class Checkpoints:
                 head = f"the copies of `{differing[0]}` on the devices differ: it is not saved"
                 fix = "mp.check finds a step that computes replicas differently; restart from the checkpoint before"
                 raise DigestError(head, path=differing[0], fixes=[fix])
-            dims = {path: {"dims": text} for path, text in self._dims.items() if text}
-            facts["leaves"] = {
-                path: {**about, **({"digest": found[path]} if path in found else {}), **dims.get(path, {})}
-                for path, (_, about) in saved.items()
-            }
-            return {**facts, "check": _check(facts)}
+            leaves = facts["leaves"] | {path: {**facts["leaves"][path], "digest": found[path]} for path in arrays}
+            made = {**facts, "leaves": leaves}
+            return {**made, "check": _check(made)}
 
-        names = stored_names(saved)
+        names = stored_names(facts["leaves"])
         tree = unflatten_dict({names[path]: x for path, x in arrays.items()}) or {_NOTHING: np.zeros(1, np.uint8)}
         ocp = orbax()
         items = {STATE: ocp.args.PyTreeSave(tree), FACTS: ocp.args.JsonSave(completed)}
@@ -268,7 +259,7 @@ class Checkpoints:
             "mesh": dict(init.mesh.shape),
             "plan": hashlib.sha256(str(plan.to_json()).encode()).hexdigest()[:16],
         }
-        self._dims = {h.path: format_dims(h.dims) for h in plan.outputs}
+        self._dims = {h.path: {"dims": format_dims(h.dims)} for h in plan.outputs if h.dims}
 
     # -- restore
 

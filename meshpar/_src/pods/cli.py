@@ -141,28 +141,22 @@ def _one(args: argparse.Namespace) -> int:
 def _ls(args: argparse.Namespace) -> int:
     """``meshpar checkpoint ls``: print one line for each complete checkpoint; exit status 1 if the metadata of one is
     unreadable."""
-    rows = []
+    rows, lines = [], []
     for step in steps_of(args.path):
+        row: dict[str, Any] = {"step": step}
         try:
             facts = facts_of(args.path, step)
+            size, mesh = sum(map(bytes_of, facts["leaves"].values())), mesh_text(facts.get("mesh", {}))
+            row |= {"time": facts["time"], "bytes": size, "processes": facts["processes"], "mesh": mesh}
+            row["layout"] = facts.get("layout", "")
+            text = f"{row['time']}  {format_bytes(size):>9}  {mesh}  {row['layout']}"
         except CheckpointError as error:
-            rows.append({"step": step, "error": error.headline})
-            continue
-        mesh = mesh_text(facts.get("mesh", {}))
-        rows.append({
-            "step": step, "time": facts["time"], "bytes": sum(map(bytes_of, facts["leaves"].values())),
-            "processes": facts["processes"], "mesh": mesh, "layout": facts.get("layout", ""),
-        })  # fmt: skip
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    elif not rows:
-        print(f"no complete checkpoint in {args.path}")
-    for row in () if args.json else rows:
-        size = (
-            "" if "error" in row else f"{row['time']}  {format_bytes(row['bytes']):>9}  {row['mesh']}  {row['layout']}"
-        )
-        print(f"{row['step']:>10}  {row.get('error', size)}")
-    return 1 if any("error" in row for row in rows) else 0
+            row["error"] = text = error.headline
+        rows.append(row)
+        lines.append(f"{step:>10}  {text}")
+    shown = "\n".join(lines) or f"no complete checkpoint in {args.path}"
+    print(json.dumps(rows, indent=2) if args.json else shown)
+    return int(any("error" in row for row in rows))
 
 
 def _show_one(args: argparse.Namespace) -> int:

@@ -63,7 +63,7 @@ def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> A
       >>> loaded["up"].shape, float(loaded["up"].sum())
       ((64, 256), 16384.0)
     """
-    files = _Tensors(path)
+    files = _opened(path)
     held = {h.path: h for h in init.plan(*args).outputs}
     leaves, back = by_name(init(*args))
     for name, (leaf, dims) in rules.items():
@@ -77,36 +77,24 @@ def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> A
     return back(leaves)
 
 
-class _Tensors:
-    """The tensors of one or more safetensors files by name; only the slices that are indexed are read from disk."""
+def _opened(path: str | Path) -> dict[str, Any]:
+    """Tensor → its open file, of a ``.safetensors`` file or all such files of a folder; only slices that are indexed are read.
 
-    def __init__(self, path: str | Path):
-        """Open a ``.safetensors`` file, or all such files of a folder; tensors are read later.
-
-        Raises:
-          CheckpointError: there is no such file, or it is no safetensors file.
-        """
-        found = Path(path)
-        files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
-        if not files or not all(f.is_file() for f in files):
-            raise CheckpointError(
-                f"there is no safetensors file at {path}", fixes=["a .safetensors file, or a folder of them"]
-            )
-        self._of: dict[str, Any] = {}
-        for file in files:
-            with _errors_of(file):
-                opened = needed("safetensors").safe_open(str(file), framework="flax")
-                self._of.update(dict.fromkeys(opened.keys(), opened))
-
-    def slice_of(self, name: str) -> Any:
-        """The lazily read tensor with this name: its ``get_shape()``, and its values when it is indexed with slices.
-
-        Raises:
-          CheckpointError: no file has a tensor with this name.
-        """
-        if name not in self._of:
-            raise CheckpointError(f"there is no tensor {name!r}", fixes=did_you_mean(name, self._of, "tensors"))
-        return self._of[name].get_slice(name)
+    Raises:
+      CheckpointError: there is no such file, or it is no safetensors file.
+    """
+    found = Path(path)
+    files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
+    if not files or not all(f.is_file() for f in files):
+        raise CheckpointError(
+            f"there is no safetensors file at {path}", fixes=["a .safetensors file, or a folder of them"]
+        )
+    out: dict[str, Any] = {}
+    for file in files:
+        with _errors_of(file):
+            opened = needed("safetensors").safe_open(str(file), framework="flax")
+            out.update(dict.fromkeys(opened.keys(), opened))
+    return out
 
 
 class _Reader:
@@ -114,7 +102,7 @@ class _Reader:
     stacked dim.
 
     Attributes:
-      files: the open files.
+      files: tensor → its open file.
       name: name of the tensor; ``{dim}`` in it is the index along a stacked dim.
       leaf, shape: path and shape of the leaf.
       stacked: the stacked dim, in a list of at most one.
@@ -124,7 +112,7 @@ class _Reader:
     """
 
     def __init__(
-        self, files: _Tensors | None, name: str, dims: str, leaf: str, named: list[str], shape: tuple[int, ...]
+        self, files: Mapping[str, Any], name: str, dims: str, leaf: str, named: list[str], shape: tuple[int, ...]
     ):
         """Match the dims of a rule with the dims of the leaf.
 
@@ -178,8 +166,9 @@ class _Reader:
         Raises:
           CheckpointError: the tensor is absent, or its shape differs.
         """
-        assert self.files is not None
-        tensor = self.files.slice_of(name)
+        if name not in self.files:
+            raise CheckpointError(f"there is no tensor {name!r}", fixes=did_you_mean(name, self.files, "tensors"))
+        tensor = self.files[name].get_slice(name)
         want = [math.prod(self.size[d] for d in group) for group in self.groups]
         if list(tensor.get_shape()) != want:
             raise CheckpointError(
@@ -226,7 +215,7 @@ def to_safetensors(path: str, step: int, target: str | Path, only: str = "*", ru
         tensors = {}
         for name, (leaf, dims) in rules.items():
             named = leaves[leaf].get("dims", "").split()
-            tensors.update(_Reader(None, name, dims, leaf, named, found[leaf].shape).tensors(found[leaf]))
+            tensors.update(_Reader({}, name, dims, leaf, named, found[leaf].shape).tensors(found[leaf]))
     with _errors_of(target):
         needed("safetensors.numpy").save_file(
             {name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(target)

@@ -120,7 +120,7 @@ def _group(coordinator: str | None, processes: int | None, process: int | None, 
     """
     if (coordinator, processes, process) == (None, None, None):
         if PROCESS not in os.environ:
-            return jax_pods.detected_group(wait) if jax_pods.cluster() is not None else None
+            return jax_pods.detected_group(wait)
         missing = [name for name in (ADDRESS, COUNT) if name not in os.environ]
         if missing:
             fix = "`meshpar launch` sets both; unset both for a single process"

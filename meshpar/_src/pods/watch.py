@@ -296,11 +296,11 @@ class Judge:
         """
         calls = {p: {c[0]: c[1:] for c in beats[p]["calls"]} for p in sorted(beats)}
         mine = calls.get(0, {})
-        first: dict[int, int] = {}  # process → the first call that differs
-        for p, theirs in calls.items():
-            differ = [n for n in mine.keys() & theirs.keys() if mine[n][0] != theirs[n][0]]
-            if differ:
-                first[p] = min(differ)
+        first = {  # process → the first call that differs
+            p: min(differ)
+            for p, theirs in calls.items()
+            if (differ := [n for n in mine.keys() & theirs.keys() if mine[n][0] != theirs[n][0]])
+        }
         if not first:
             return None
         p, n = next(iter(first.items()))

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
-from ..compat.jax import pass_of
 from ..compat.loops import loop_parts, operands_of_bodies
 from .ir import Frame, Op, Program, Value
 from .names import NONE
@@ -136,22 +135,21 @@ class DimUses:
 
     # -- the walk
 
-    def _walk(self, frame: Frame, is_data: Mapping[Value, bool], backward: bool = False) -> None:
+    def _walk(self, frame: Frame, is_data: Mapping[Value, bool]) -> None:
         """Record the uses in a frame and its bodies; ``is_data``: of its arguments."""
         self._is_data.update(is_data)
         for op in frame.ops:
             self._order[op] = len(self._order)
             self._made_by.update(dict.fromkeys(op.outs, op))
-            of_backward = backward or pass_of(op.eqn) == "backward"
             depends = any(v is not None and self._is_data.get(v, False) for v in op.ins)
             if op.frames:
-                self._body(op, depends, of_backward)
+                self._body(op, depends)
             for out in op.outs:
                 self._is_data[out] = depends
-            if not op.frames and not of_backward:
+            if not op.frames and op.derivative_pass != "backward":
                 self._record(op)
 
-    def _body(self, op: Op, depends: bool, backward: bool) -> None:
+    def _body(self, op: Op, depends: bool) -> None:
         """Walk the bodies of an op. The carries of a loop are data if any operand is; its stacks of weights are layers."""
         loop = op.primitive.loop
         for body, operands in zip(op.frames, operands_of_bodies(op.eqn, op.ins), strict=True):
@@ -163,7 +161,7 @@ class DimUses:
             flags = {
                 a: (depends and a in carries) or self._is_data.get(b, False) for a, b in arguments if b is not None
             }
-            self._walk(body, flags | {a: depends and a in carries for a, b in arguments if b is None}, backward)
+            self._walk(body, flags | {a: depends and a in carries for a, b in arguments if b is None})
             results = [body.env.get(v) for v in body.jaxpr.outvars if not hasattr(v, "val")]
             for out in op.outs:
                 own = next((r for r in results if r is not None and r.nodes is out.nodes), None)
@@ -318,7 +316,7 @@ def weights_and_data(program: Program) -> tuple[list[Value], list[Value]]:
     for v in inputs:
         trees[(v.path or "").split("/")[0]].append(v)
     updated = {v for v in inputs if v.kind == "params"}
-    if not updated and any(pass_of(op.eqn) == "backward" for op in program.root.walk()):
+    if not updated and any(op.derivative_pass == "backward" for op in program.root.walk()):
         updated = {v for v in program.cached(new_values) if _is_float(v)}
     weights = {
         v

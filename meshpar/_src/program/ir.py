@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from jax.extend.core import Literal
 
 from ..caches import LRUCache
-from ..compat.jax import bound_axis_names, has_user_line, module_of, on_host, package_line, source_line
+from ..compat.jax import bound_axis_names, has_user_line, module_of, on_host, package_line, pass_of, source_line
 from ..compat.loops import operands_of_bodies
 from ..dims import SPELLING_SIMILARITY, Dims, near
 from ..rules import primitive
@@ -111,6 +111,12 @@ class Op:
             return False
         guarded = p["prevent_cse"]
         return any(guarded) if isinstance(guarded, tuple) else bool(guarded)
+
+    @property
+    def derivative_pass(self) -> str | None:
+        """``"forward"`` or ``"backward"``: the pass of the op, or of a loop or call around it; None: nothing is differentiated."""
+        own, parent = pass_of(self.eqn), self.frame.parent
+        return own if own == "backward" or parent is None else parent.derivative_pass or own
 
     @property
     def makes(self) -> list[Value]:

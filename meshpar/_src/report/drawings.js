@@ -370,7 +370,7 @@ function drawBars(place, sides) {
   return () => {};
 }
 
-/** The days of runs as bars with their parts; and the share of time that is not productive by the time between saves, with a dot at the chosen time. */
+/** The days of runs as bars with their parts; and the share of time that is not productive by the time between saves, with a dot for the shortest run and a circle for the longest interval. */
 function drawRuns(place, { kinds, rows }) {
   const total = ({ parts }) => parts.reduce((a, b) => a + b, 0), days = (n) => `${Number(n.toPrecision(3))} days`;
   const longest = Math.max(...rows.map(total)), view = make("div", {});
@@ -380,7 +380,7 @@ function drawRuns(place, { kinds, rows }) {
   place.prepend(make("div", { class: "parts" }, ...bars),
     make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name))), view);
   const every = rows.flatMap((row) => row.curve.map(([x]) => x));
-  const xs = [Math.min(...every), Math.max(...every)], top = Math.min(1, 4 * Math.max(...rows.map(({ best }) => best[1]))) || 1;
+  const xs = [Math.min(...every), Math.max(...every)], top = Math.min(1, Math.max(...rows.flatMap(({ best, longest: at }) => [4 * best[1], 1.2 * at[1]]))) || 1;
   const ticks = [[1, "s", 60], [60, "min", 3600], [3600, "h", 86400], [86400, "d", Infinity]].flatMap(([scale, unit, below]) =>
     [1, 3, 10, 30].map((k) => [k * scale, `${k} ${unit}`]).filter(([x]) => x < below && x >= xs[0] && x <= xs[1]));
   const step = roundStep(top / 4), percent = (y, digits = 2) => `${Number((100 * y).toPrecision(digits))} %`;
@@ -389,11 +389,12 @@ function drawRuns(place, { kinds, rows }) {
     const X = (x) => l + ((r - l) * Math.log(x / xs[0])) / (Math.log(xs[1] / xs[0]) || 1), Y = (y) => b - ((b - t) * y) / top;
     const text = (x, y, string, more = {}) => make("text", { x, y, "font-size": 11, fill: "var(--dim)", ...more }, string);
     const levels = Array.from({ length: 9 }, (_, k) => k * step).filter((y) => y <= top);
-    const lines = rows.flatMap(({ name, curve, best }, k) => {
+    const lines = rows.flatMap(({ name, curve, best, longest: at }, k) => {
       const colour = `var(--a${k % 6})`, path = curve.filter(([, y]) => y <= top).map(([x, y], i) => `${i ? "L" : "M"}${X(x).toFixed(1)} ${Y(y).toFixed(1)}`).join("");
-      const label = `${name}: ${percent(best[1])} at the chosen time`;
+      const label = `${name}: ${percent(best[1])} for the shortest run, ${percent(at[1])} for the longest interval`;
       return [make("path", { d: path, fill: "none", stroke: colour, "stroke-width": 1.5 }),
         make("circle", { cx: X(best[0]), cy: Y(best[1]), r: 4.5, fill: colour, role: "img", "aria-label": label }, make("title", {}, label)),
+        make("circle", { cx: X(at[0]), cy: Y(at[1]), r: 4.5, fill: "none", stroke: colour, "stroke-width": 2 }),
         make("circle", { cx: l + 12, cy: t + 8 + 16 * k, r: 4.5, fill: colour }), text(l + 22, t + 12 + 16 * k, label, { fill: "var(--ink)" })];
     });
     view.replaceChildren(make("svg", { class: "roofline", viewBox: `0 0 ${width} ${height}`, style: `width:${width}px;height:${height}px`, role: "group", "aria-label": place.dataset.label },

@@ -126,11 +126,11 @@ def network_of(plan: Plan, axes: tuple[str, ...]) -> str:
 @cached_on_plan
 def kernel_phases(plan: Plan) -> dict[Kernel, str]:
     """Kernel → its phase. The optimizer is what follows the backward pass, outside the loops of that pass."""
-    pass_of, kernels = pass_of_kernel(plan), list(_in_order(plan, computation_of(plan)))
-    end = max((index for kernel, index in kernels if pass_of(kernel) == BACKWARD), default=math.inf)
+    kernels = list(_in_order(plan, computation_of(plan)))
+    end = max((index for kernel, index in kernels if pass_of_kernel(kernel) == BACKWARD), default=math.inf)
     now, out = FORWARD, dict[Kernel, str]()
     for kernel, index in kernels:
-        out[kernel] = now = OPTIMIZER if index > end else pass_of(kernel) or now
+        out[kernel] = now = OPTIMIZER if index > end else pass_of_kernel(kernel) or now
     return out
 
 

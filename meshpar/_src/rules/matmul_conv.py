@@ -203,7 +203,7 @@ def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
 def _conv_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     """The sizes of the matmul with the FLOPs of a convolution: (1, positions, output features, kernel elements of each).
 
-    The positions are those of the result; of a dilated input (the gradient of a strided convolution) those of the input, because
+    The positions are the positions of the result; for a dilated input (the gradient of a strided convolution) of the input, because
     the elements between are zeros: every element of the input is multiplied by every tap.
     """
     p, dn = eqn.params, eqn.params["dimension_numbers"]

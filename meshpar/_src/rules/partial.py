@@ -199,9 +199,9 @@ def along(kind: Kind, when: When = "always") -> Law:
 
 
 CONTRACTS = Law(kinds=_SUM, dtypes=_WIDE, operands=(0, 2), holds=_integers_stay, when="smaller")
-"""``(Σ a_i) @ b = Σ (a_i @ b)``. A matmul sums products anyway, so only the order of the sum changes if b is finite. If b has an
+"""``(Σ a_i) @ b = Σ (a_i @ b)``. A matmul adds many terms anyway, so only the order of the sum changes if b is finite. If b has an
 infinity or NaN where a term is 0, a device adds NaN where the unsharded matmul adds an infinity; as b multiplies a full row or
-column, that result is not finite without a layout either. Elementwise products with arrays have no such law: one infinity that
+column, that result is not finite without a layout either. Elementwise multiplications by arrays have no such law: one infinity that
 meets a 0 would change a finite result elsewhere into NaN."""
 
 WIDENS = Law(kinds=_SUM, dtypes=frozenset({"narrow", "float"}), holds=_widens, when="widening")

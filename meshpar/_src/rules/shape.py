@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +31,7 @@ from .rule import (
     indexed_kind,
     leading,
     one_shape,
+    replicated,
     with_halo_sends,
 )
 from .spmd import Factors, Send, axis_index
@@ -79,24 +82,29 @@ def reshape(eqn, ins, outs) -> OpRule:
 
     ``[8, 6] → [2, 4, 6]`` has the factors 2, 4 and 6: dim 0 of the operand consists of the first two.
     """
-    order = reshape_order(eqn)
-    a, b = [ins[0][d] for d in order], outs[0]
+    order, b = reshape_order(eqn), outs[0]
+    a = [ins[0][d] for d in order]
+    if 0 in (*a, *b):
+        return replicated(eqn, ins, outs)
     r = OpRule(strong=True)
-    operand: list[Factors] = [()] * len(a)
+    left: list[Factors] = [()] * len(a)
     right: list[Factors] = [()] * len(b)
-    for xs, ys in _aligned_dims(a, b):
-        common = _common_factors([a[x] for x in xs], [b[y] for y in ys])
-        if common is None:
-            for x in xs:
-                operand[order[x]] = (r.factor(a[x], "need_replication"),)
-            for y in ys:
-                right[y] = (r.factor(b[y], "need_replication"),)
-            continue
-        for size, x, y in common:
-            f = r.factor(size)
-            operand[order[xs[x]]] += (f,)
-            right[ys[y]] += (f,)
-    return r.maps([tuple(operand), *((),) * (len(ins) - 1)], [tuple(right)])
+    # the sizes before each dim, multiplied; where both shapes have the same number, a run of dims with equal factors ends
+    begins = [list(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (a, b)]
+    for start, stop in itertools.pairwise(sorted({*begins[0]} & {*begins[1]})):
+        bounds = [n for n in sorted({*begins[0], *begins[1]}) if start <= n <= stop]
+        # for every bound, the dim of each shape that begins there or contains it
+        xs, ys = ([bisect.bisect(of, n) - 1 for n in bounds[:-1]] for of in begins)
+        if all(n % m == 0 for m, n in itertools.pairwise(bounds)):
+            for (m, n), x, y in zip(itertools.pairwise(bounds), xs, ys, strict=True):
+                f = r.factor(n // m)
+                left[x] += (f,)
+                right[y] += (f,)
+        else:
+            left = [(r.factor(n, "need_replication"),) if x in xs else left[x] for x, n in enumerate(a)]
+            right = [(r.factor(n, "need_replication"),) if y in ys else right[y] for y, n in enumerate(b)]
+    operand = tuple(left[order.index(d)] for d in range(len(a)))
+    return r.maps([operand, *((),) * (len(ins) - 1)], [tuple(right)])
 
 
 def _local_reshape(op: LocalOp, *xs: Any) -> list[Any]:
@@ -105,48 +113,6 @@ def _local_reshape(op: LocalOp, *xs: Any) -> list[Any]:
 
 register("reshape", rule=reshape, local=_local_reshape, view=True, partial=(MOVES,), family="reshape")
 register("squeeze", rule=reshape, local=on_shards, view=True, free=True, partial=(MOVES,), family="squeeze")
-
-
-def _aligned_dims(a: Sequence[int], b: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """The shortest runs of dims (larger than 1) with equal products in two shapes; all dims at once if some size is 0.
-
-    ``[8, 3, 4]`` and ``[8, 12]`` have the runs ``([0], [0])`` and ``([1, 2], [1])``.
-    """
-    if 0 in (*a, *b):
-        yield list(range(len(a))), list(range(len(b)))
-        return
-    remaining = [y for y in range(len(b)) if b[y] != 1]
-    xs: list[int] = []
-    ys: list[int] = []
-    pa = pb = 1
-    for x in (x for x in range(len(a)) if a[x] != 1):
-        xs.append(x)
-        pa *= a[x]
-        while pb < pa:
-            ys.append(remaining.pop(0))
-            pb *= b[ys[-1]]
-        if pa == pb:
-            yield xs, ys
-            xs, ys, pa, pb = [], [], 1, 1
-
-
-def _common_factors(a: list[int], b: list[int]) -> list[tuple[int, int, int]] | None:
-    """(size, dim of a, dim of b) for the common factors of two shapes, major to minor; None if they have no common factors."""
-    a, b = list(a), list(b)
-    if 0 in (*a, *b):
-        return None
-    out = []
-    i = j = 0
-    while i < len(a) and j < len(b):
-        size = min(a[i], b[j])
-        if a[i] % size or b[j] % size:
-            return None
-        out.append((size, i, j))
-        a[i] //= size
-        b[j] //= size
-        i += a[i] == 1
-        j += b[j] == 1
-    return out
 
 
 def slice_(eqn, ins, outs) -> OpRule:
@@ -183,9 +149,8 @@ def _local_slice(op: LocalOp, x: Any) -> list[Any]:
     exchanged = [dim for dim, _, _ in op.windows(0)]
     x, is_owner = op.with_halo(0, x), None
     for d, (factors, out_factors) in enumerate(zip(op.rule.ins[0], op.rule.outs[0], strict=True)):
-        if d in exchanged or (factors == out_factors and op.axes_of(factors)):  # all elements of the window or shard
-            starts[d] = 0 if d in exchanged else starts[d]
-            ends[d] = x.shape[d]
+        if d in exchanged or factors == out_factors:  # all elements of the window or shard
+            starts[d], ends[d] = 0, x.shape[d]
         elif op.axes_of(factors):  # one element, which one device has
             index = starts[d] - op.offset(factors, x.shape[d])
             x = lax.dynamic_slice_in_dim(x, jnp.clip(index, 0, x.shape[d] - 1), 1, d)

@@ -88,7 +88,7 @@ def _local_pool(op: LocalOp, *xs: Any) -> list[Any]:
 
 
 def _local_select_and_scatter_add(op: LocalOp, source: Any, operand: Any) -> list[Any]:
-    """The gradient of a pooling: windows that overlap this device's shard select elements; the shard of the sums is returned."""
+    """The gradient of a pooling: windows that overlap this device's shard select elements; its shard of the result is returned."""
     shard, split = operand.shape, op.windows(1)
     source = op.with_halo(0, source)
     operand = op.with_halo(1, operand, _never_selected(operand.dtype, op))

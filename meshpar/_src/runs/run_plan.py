@@ -326,7 +326,7 @@ def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
             "a restart": cell(format_duration, r.job.restart),
         },
         "Copies in memory": {
-            "worth it": Cell("yes" if r.copies_pay else "no"),
+            "worth it": Cell("yes" if r.copies_pay else "no", css="n"),
             "they save": number(f"{r.copies_days:.2f} days", r.copies_days),
             "host memory of a chip": cell(format_memory, r.copies_bytes),
         },
@@ -335,13 +335,15 @@ def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
 
 def _drawn(row: RunRow) -> dict[str, Any]:
     """The picture of a row: days of its parts, and (seconds between saves, expected share that is not productive)."""
-    job, grid = row.job, {max(1, round(row.save_every * 2 ** (k / 4))) for k in range(-12, 21)}
+    job, longest = row.job, 4 * math.log2(row.save_at_most / row.save_every)
+    grid = {max(1, round(row.save_every * 2 ** (k / 4))) for k in range(-12, math.ceil(max(20, longest)))}
 
     def point(every: int) -> tuple[float, float]:
         return every * job.step + job.save, 1 - job.step * job.steps / job.expected(every)
 
-    curve = [point(n) for n in sorted(grid | {row.save_every}) if n <= job.steps]
-    return {"name": row.where, "parts": [x / DAY for x in row.parts], "best": point(row.save_every), "curve": curve}
+    curve = [point(n) for n in sorted(grid | {row.save_every, row.save_at_most}) if n <= job.steps]
+    points = {"best": point(row.save_every), "longest": point(row.save_at_most), "curve": curve}
+    return {"name": row.where, "parts": [x / DAY for x in row.parts], **points}
 
 
 def run_plan_of(plans: Sequence[Plan], tokens: float, options: RunOptions) -> RunPlan:

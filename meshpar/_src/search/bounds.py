@@ -68,7 +68,7 @@ class _ProgramUnits:
         """For each unit, (a number that identifies its axes under the assignment, its number of shards), as two integer
         arrays [units]."""
         if self._last is None or self._last[0] is not assignment:
-            queries, groups = assignment.queries(), assignment.group_assignments()
+            queries, groups = assignment.queries, assignment.groups
             if queries not in self._indices:
                 indices = [*(queries.of_value[v] for v in self.values), *(queries.of_op[op][-1] for op in self.ops)]
                 self._indices[queries] = np.array(indices, int)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -177,20 +178,16 @@ class Evaluation:
         error = self._results.get(self._equivalence_key(point))
         return error if isinstance(error, MeshparError) else None
 
-    def uncounted(self, point: Point) -> Row | None:
-        """The row of a candidate that is planned outside of the limits of the search, and not recorded; None: it has no plan."""
-        try:
-            plan = Plan.of(with_passes(self._plan_without_passes(point)))
-        except MeshparError:
-            return None
-        return self._row(point, plan)
-
     def legal_plan(self, point: Point) -> Plan | None:
         """The plan of a candidate before passes; None: it has none."""
-        try:
+        with contextlib.suppress(MeshparError):
             return self._plan_without_passes(point)
-        except MeshparError:
-            return None
+        return None
+
+    def uncounted(self, point: Point) -> Row | None:
+        """The row of a candidate that is planned outside of the limits of the search, and not recorded; None: it has no plan."""
+        plan = self.legal_plan(point)
+        return plan and self._row(point, Plan.of(with_passes(plan)))
 
     # -- plans
 
@@ -348,7 +345,7 @@ class Evaluation:
         Adjacent axes that are always used together are equivalent to one axis over the same devices.
         """
         assignment = self._assignment(point)
-        groups, names = assignment.assignments(), [a for a, _ in point.sizes]
+        groups, names = assignment.axes, [a for a, _ in point.sizes]
         entries = {entry for group in groups for entry in group}
         runs = [[names[0]]]
         for before, axis in itertools.pairwise(names):

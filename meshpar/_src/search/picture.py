@@ -80,6 +80,12 @@ class Picture:
         return [*dict.fromkeys(p for p in (*self.plans, *(r.cost for r in self.shown)) if p[0] <= self.longest)]
 
     @property
+    def others(self) -> str:
+        """The legend of the plans without a letter, with the number of those that are too slow to be drawn."""
+        slower = len({*self.plans, *(r.cost for r in self.rows)}) - len(self.points)
+        return "other plans" + f" ({slower} slower ones are not drawn)" * bool(slower)
+
+    @property
     def front(self) -> list[tuple[float, float]]:
         """The corners of the Pareto front as a line."""
         front = [r.cost for r in self.letters if r in self.shown]
@@ -182,9 +188,7 @@ class Picture:
             (f" {letters[self.best]}" if self.best in letters else "", "blue"),
             (" chosen  ", "dim"),
         ]
-        slower = len({*self.plans, *(r.cost for r in self.rows)}) - len(self.points)
-        others = f"· other plans{f' ({slower} slower ones are not drawn)' if slower else ''}  "
-        legend = [*chosen, *front, (others, "dim"), ("─", "red"), (" usable memory", "dim")]
+        legend = [*chosen, *front, (f"· {self.others}  ", "dim"), ("─", "red"), (" usable memory", "dim")]
         return text.append_text(Text.assemble(" " * (width + 2), *legend))
 
 

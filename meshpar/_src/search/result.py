@@ -252,7 +252,7 @@ class Search(Document):
         legend = (
             ("c1", "★ the chosen layout"),
             ("c0", "A, B, …: Pareto front of step time and memory"),
-            ("cn", "other plans"),
+            ("cn", self._picture.others),
         )
         return (
             f'<h1>{escape(self.name or title(self._base))} <span class="dim">search on {escape(self.topology)}</span></h1>'

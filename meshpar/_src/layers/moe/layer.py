@@ -129,8 +129,8 @@ def moe(
     if execution.implementation in KERNELS and router in ROUTED_BY_KERNELS:
         options["implementation"] = execution.implementation
     _check_options(router, route, options)
-    parts = _weights(router, x, router_weights, options.get("ids"))
-    routing = _route(route, x, parts, number, {**options, "groups": groups, "mask": mask})
+    named = _weights(router, x, router_weights, options.get("ids"))
+    routing = _route(route, x, named, number, {**options, "groups": groups, "mask": mask})
     rate, most = _row_bounds(router, routing, number, groups, capacity, options.get("k", 1))
     matrices = [experts[n].astype(x.dtype) for n in EXPERT if n in experts]
     how = {"activation": activation, "rate": rate, "most_per_expert": most, "distinct": not callable(router)}
@@ -242,38 +242,38 @@ def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, i
     """
     any_form = (*_WEIGHTS["noisy_top_k"], *_WEIGHTS["two_level"], *_WEIGHTS["hash"])
     forms = any_form if callable(router) else _WEIGHTS.get(router, (("kernel",),))
-    parts = dict(weights) if isinstance(weights, Mapping) else {} if weights is None else {"kernel": weights}
-    fits = all(hasattr(w, "ndim") and w.ndim == _SHAPES.get(n, "").count(",") + 1 for n, w in parts.items())
-    if {*parts} not in map(set, forms) or not fits or any(w.shape[0] != x.shape[-1] for w in parts.values()):
+    named = dict(weights) if isinstance(weights, Mapping) else {} if weights is None else {"kernel": weights}
+    fits = all(hasattr(w, "ndim") and w.ndim == _SHAPES.get(n, "").count(",") + 1 for n, w in named.items())
+    if {*named} not in map(set, forms) or not fits or any(w.shape[0] != x.shape[-1] for w in named.values()):
         texts = ["{" + ", ".join(f'"{n}": {_SHAPES[n]}' for n in form) + "}" for form in forms if form]
         wanted = " or ".join(texts).replace('{"kernel": [H, E]}', "[H, E]")
         wanted = wanted or "None, and ids= with the id of each token"
-        got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in parts.items()) or "None"
+        got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in named.items()) or "None"
         raise refused(
             f"router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
             f"router_weights={wanted}, with H = {x.shape[-1]}",
         )
-    if not parts and (ids is None or tuple(getattr(ids, "shape", ())) != x.shape[:-1]):
+    if not named and (ids is None or tuple(getattr(ids, "shape", ())) != x.shape[:-1]):
         got = "none" if ids is None else list(getattr(ids, "shape", [])) or type(ids).__name__
         raise refused(
             f"router={router!r} needs ids=, an integer array {list(x.shape[:-1])}, the id of each token; got {got}",
             "ids=tokens, the batch from which x is made",
         )
-    return parts
+    return named
 
 
 def _route(
-    route: Callable[..., Routing], x: jax.Array, parts: Mapping[str, jax.Array], experts: int, options: dict[str, Any]
+    route: Callable[..., Routing], x: jax.Array, named: Mapping[str, jax.Array], experts: int, options: dict[str, Any]
 ) -> Routing:
-    """The router's result for tokens x; ``parts``: from :func:`_weights`.
+    """The router's result for tokens x; ``named``: from :func:`_weights`.
 
     Raises:
       MeshparError: router weights for another number of experts.
     """
-    if not parts:
+    if not named:
         return route(options.pop("ids"), experts=experts, **options)
-    logits = {name: _project(x, w) for name, w in parts.items()}
-    count = math.prod(parts["inner"].shape[1:]) if "inner" in parts else parts["kernel"].shape[1]
+    logits = {name: _project(x, w) for name, w in named.items()}
+    count = math.prod(named["inner"].shape[1:]) if "inner" in named else named["kernel"].shape[1]
     if count != experts:
         raise refused(
             f"router_weights are for {count} experts, but `up` and `down` have {experts}",

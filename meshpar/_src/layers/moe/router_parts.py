@@ -156,9 +156,8 @@ def capacity_of(group_size: int, experts: int, k: int, factor: float) -> int:
       MeshparError: the factor is not positive.
     """
     if not factor > 0:
-        raise MeshparError(
-            f"capacity={factor} must be above 0, or None for a router without drops",
-            fixes=["capacity=1.25, or capacity=None"],
+        raise refused(
+            f"capacity={factor} must be above 0, or None for a router without drops", "capacity=1.25, or capacity=None"
         )
     return max(1, min(group_size, math.ceil(group_size * k * factor / experts)))
 
@@ -173,9 +172,8 @@ def in_groups(tokens: Sequence[int], groups: int) -> tuple[int, ...]:
     """
     total, left, shape = math.prod(tokens), groups, []
     if groups < 1 or total % groups:
-        raise MeshparError(
-            f"groups={groups} does not divide the {total} tokens of {list(tokens)}",
-            fixes=["groups that divides the number of tokens"],
+        raise refused(
+            f"groups={groups} does not divide the {total} tokens of {list(tokens)}", "groups that divides their number"
         )
     for n in tokens:
         outer = math.gcd(left, n)
@@ -184,9 +182,9 @@ def in_groups(tokens: Sequence[int], groups: int) -> tuple[int, ...]:
         left //= outer
         shape.append(n // outer)
     if left > 1:
-        raise MeshparError(
+        raise refused(
             f"groups={groups} does not cut tokens of shape {list(tokens)} into rows or parts of rows",
-            fixes=["take a divisor of the first size, or a multiple of it that divides into the next"],
+            "take a divisor of the first size, or a multiple of it that divides into the next",
         )
     return (groups, *shape, *tokens[len(shape) :])
 

@@ -49,7 +49,7 @@ def by_factors(site: Site) -> bool:
     atoms = []
     for k, factors in enumerate(rule.ins):
         dims = padded_dims(factors)
-        atom = site.read_padded(k, dims) if dims else site.read(k)
+        atom = site.read_padded(k, dims)
         for kind in CONTRACTED:
             own = {d: dim for d, dim in dims.items() if rule.kinds[factors[d][0]] == kind}
             atom = site.emit_masked(atom, own, identity(kind, atom.aval.dtype)) if own else atom

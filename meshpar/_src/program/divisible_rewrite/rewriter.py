@@ -255,17 +255,12 @@ class Site:
         return self.rewriter.read(self.scope, self.op.eqn.invars[k])
 
     def read_padded(self, k: int, dims: Mapping[int, PaddedDim]) -> Any:
-        """The atom of operand k, padded along some dims with any values; scalars and dims of size 1 stay as they are."""
-        shape = self.shape(k)
-        if not shape:
-            return self.read(k)
+        """The atom of operand k, padded along some dims with any values."""
         view = self.indexed(k)
         if not set(view.indices) <= set(dims):
             view = IndexedView(self.read(k), {})
         tables = {}
         for d, dim in dims.items():
-            if shape[d] == 1 != dim.size:
-                continue
             table = view.indices[d].table if d in view.indices else np.arange(dim.size)
             table = np.append(table, np.full(dim.padded_size - dim.size, ANY))
             used = table != ANY

@@ -23,7 +23,7 @@ from ...layout import Rule
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
 from ..jaxprs import inline, renamed
-from .find import LayerLoop, in_backward_pass, indexed_stacks, layer_loops, microbatch_loop
+from .find import LayerLoop, indexed_stacks, layer_loops, microbatch_loop
 from .narrow import Gathered, ValueAxes, cast_stacks, gather_stacks, gathered_dims
 from .rewrite import TickLoops, one_microbatch
 from .schedule import GATHERS, SCHEDULES, GatherName, Schedule, ScheduleName
@@ -277,9 +277,8 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
     for member in loops:
         _check(member, count, rounds)
     if op is loop.op:
-        plan = Schedule(
-            schedule, count, 1, order="B" if in_backward_pass(op) else "F", reverse=(op.eqn.params["reverse"],)
-        )
+        order = "B" if op.derivative_pass == "backward" else "F"
+        plan = Schedule(schedule, count, 1, order=order, reverse=(op.eqn.params["reverse"],))
         run: Callable[..., Any] = one_microbatch(op.eqn, Stages(count, loop.dim, 1, loop.op.eqn.params["length"]))
     else:
         body = divide(op, loops)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ....errors import UnsupportedError
-from ...compat.jax import pass_of
 from ...compat.loops import loop_parts
 from ...rules.rule import REDUCTIONS
 from ..ir import Op, Program, Value
@@ -112,14 +111,3 @@ def microbatch_loop(op: Op) -> Op | None:
     """The innermost loop around an op, if it is a scan of several iterations; else None."""
     loop = op.frame.home.parent
     return loop if loop is not None and loop.primitive.family == "scan" and loop.eqn.params["length"] > 1 else None
-
-
-def in_backward_pass(op: Op) -> bool | None:
-    """Whether JAX made an op, or a loop or call around it, by transposing a differentiated function; None: nothing of it is
-    differentiated."""
-    passes = set()
-    while True:
-        passes.add(pass_of(op.eqn))
-        if op.frame.parent is None:
-            return "backward" in passes if passes != {None} else None
-        op = op.frame.parent

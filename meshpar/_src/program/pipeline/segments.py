@@ -21,7 +21,7 @@ from ...iterables import grouped
 from ...rules import primitive
 from ..ir import Frame, Op
 from ..jaxprs import readers, renamed
-from .find import LayerLoop, in_backward_pass
+from .find import LayerLoop
 
 
 class Place(NamedTuple):
@@ -130,8 +130,12 @@ def order_of(body: Body, loops: Sequence[LayerLoop]) -> str:
     """
     reads = [{place.loop for v in eqn.invars if (place := body.place(v)).stacked} for eqn in body.loops]
     reverse = [eqn.params["reverse"] for eqn in body.loops]
-    marks = [in_backward_pass(loop.op) for loop in loops]
-    back = [any(reverse[j] != reverse[i] for j in reads[i]) if mark is None else mark for i, mark in enumerate(marks)]
+    back = [
+        any(reverse[j] != reverse[i] for j in reads[i])
+        if loop.op.derivative_pass is None
+        else loop.op.derivative_pass == "backward"
+        for i, loop in enumerate(loops)
+    ]
     later = [any(i in reads[j] and back[j] for j in range(i + 1, len(reads))) for i in range(len(reads))]
     return "".join("F" if not b else "R" if r else "B" for b, r in zip(back, later, strict=True))
 
