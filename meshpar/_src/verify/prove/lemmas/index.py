@@ -109,6 +109,11 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     parts = {d for d, m in zip(ins[2], update.shape, strict=True) if d in ALL and m != x.shape[d]}
     whole = {"vector", *n.inserted_window_dims, *n.scatter_dims_to_operand_dims, *parts}
     local = index.term
+
+    def at(local: Term, mode: str) -> Rel:
+        operands, params = [x, replace(index, term=local), update], frozen({"mode": mode, "numbers": n})
+        return act(ctx, eqn, operands, ins=ins, outs=ins[:1], whole=whole, params=params)[0]
+
     if local.axes:
         (d, *more) = n.scatter_dims_to_operand_dims
         axes = x.spec[d] or axes_of(ctx, local)
@@ -117,17 +122,12 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         whole.remove(d)
         term = ctx.terms.expand(x.term, d, x.shape[d] * ctx.size(axes))
         x = replace(x, term=term, spec=tuple(axes if k == d else s for k, s in enumerate(x.spec)))
-
-    def at(local: Term, mode: str) -> Rel:
-        operands, params = [x, replace(index, term=local), update], frozen({"mode": mode, "numbers": n})
-        return act(ctx, eqn, operands, ins=ins, outs=ins[:1], whole=whole, params=params)[0]
-
-    result = at(local, mode)
-    if local.axes:
         modes = [str(m) for m in GatherScatterMode] if mode == str(GatherScatterMode.FILL_OR_DROP) else []
-        term = owned(ctx, Rows(axes, x.shape[d], local), modes, lambda i, mode: at(i, mode).term)
-        require(term is not None, "a scatter at indices that depend on the device")
-        result = replace(result, term=term)
+        value = owned(ctx, Rows(axes, x.shape[d], local), modes, lambda i, mode: at(i, mode).term)
+        require(value is not None, "a scatter at indices that depend on the device")
+        result = replace(at(local, mode), term=value)
+    else:
+        result = at(local, mode)
     dims = zip(ins[1] + ins[2], index.spec + update.spec, strict=True)
     over = update.partial.union(*(axes for label, axes in dims if label not in ins[0]))
     if over or x.partial:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 import jax
 from jax.extend.core import JaxprEqn
@@ -39,7 +40,7 @@ def bits(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     for d, n in enumerate(shape):
         if n > 1:
             along = terms.make("iota", None, (), [n if k == d else 1 for k in range(rank)], "uint32")
-            index = terms.add(index, terms.scale(along, math.prod(shape[d + 1 :])))
+            index = terms.add(index, terms.scale(along, Fraction(math.prod(shape[d + 1 :]))))
     data = terms.make("random_unwrap", frozen({"impl": "None"}), (key.term,), (2,), "uint32")
     words = [sliced(ctx, ctx.replicated(data, (2,)), 0, k, 1).term for k in range(2)]
     args = [*(terms.reshape(w, (1,) * rank) for w in words), terms.literal(0, "uint32", rank), index]
