@@ -95,7 +95,7 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         label = dict(zip(dims, [*names, *window], strict=True))
         labels.append([label[d] for d in range(len(dims))])
     grouped = (p["feature_group_count"], p["batch_group_count"]) != (1, 1)
-    whole = [*window, *"bio"] if grouped else window
+    unsharded = [*window, *"bio"] if grouped else window
     params = frozen({k: str(v) if k == "dimension_numbers" else v for k, v in p.items() if v is not None})
     pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
-    return product(ctx, eqn, rels, pairs, ins=labels[:2], outs=labels[2:], whole=whole, params=params)
+    return product(ctx, eqn, rels, pairs, ins=labels[:2], outs=labels[2:], unsharded=unsharded, params=params)
