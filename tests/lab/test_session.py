@@ -321,7 +321,7 @@ def test_where_it_begins(mesh):
 
 def test_the_number_of_running_jobs_is_bounded(session):
     session._jobs.clear()
-    with session._turns.page():  # jobs wait for their turn
+    with session._turns.turn():  # jobs wait for their turn
         begun = [session.handle({"ask": "start", "topology": lab_program.TOPOLOGY}) for _ in range(MAX_RUNNING + 3)]
         assert all("job" in reply for reply in begun[:MAX_RUNNING])
         assert {reply.get("failed") for reply in begun[MAX_RUNNING:]} == {

@@ -153,6 +153,7 @@ def test_renamed_split_and_fused(params):
         ({"rename": {"*/q": ("heads", {"a": 2, "b": 2})}}, "have 4 elements, and the array 8"),
         ({"rename": {"*/q": ("head", {"a": 2, "b": 6})}}, "has no dim 'head'"),
         ({"rename": {("*/q", "*/k"): ("heads", "qk")}}, "there is no `layers/k`"),
+        ({"rename": {("*/q", "*/up"): "*/qk"}}, r"names no dim to join 2 arrays(.|\n)*\(DIM, '\*/qk'\)"),
         ({"dtype": {"*/wq": "bfloat16"}}, "matches no array"),
         ({"dtype": "int8"}, "needs contract="),
         ({"dtype": "bf16"}, "dtype='bf16' is no dtype(.|\n)*bfloat16"),

@@ -101,6 +101,9 @@ def _renamed(
             raise PatternError(f"rename={{{rule!r}: …}}: there is no `{p}`", path=p, fixes=fixes)
     shape, names = arrays[sources[0]].shape, arrays[sources[0]].dims.split()
     if isinstance(to, str):
+        if len(sources) > 1:
+            fixes = [f"rename={{{rule!r}: (DIM, {to!r})}} with the dim along which they are joined"]
+            raise PatternError(f"rename={{{rule!r}: {to!r}}} names no dim to join {len(sources)} arrays", fixes=fixes)
         yield _filled(to, texts), Made(sources, ((0,) * len(shape),), shape)
         return
     dim, into = to
