@@ -28,7 +28,7 @@ def rows_of(table, shift=0):
     return lax.psum(jnp.where(mine[:, None], rows, 0.0), "data")
 
 
-def written_to(cache, new, shift=0):
+def written_to(cache, new, shift: int | np.ndarray = 0):
     """A cache that is sharded over `data` along its slots, with rows at some of them."""
     local, mine = own(SLOTS + shift, cache.shape[0])
     return cache.at[jnp.where(mine, local, cache.shape[0])].set(new, mode="drop", wrap_negative_indices=False)

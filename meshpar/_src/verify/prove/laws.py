@@ -26,7 +26,7 @@ def act(
     *,
     ins: Labels | None = None,
     outs: Labels | None = None,
-    whole: Container[Hashable] = (),
+    unsharded: Container[Hashable] = (),
     params: Hashable = (),
     partial: Rel | None = None,
     op: str = "",
@@ -37,8 +37,8 @@ def act(
     """The results of an op whose dims have labels, as those of an einsum.
 
     Dims of one label are carried along: they are sharded alike, or constant, in all operands, and so in the results. The op acts
-    along the dims of the labels ``whole``: these are not sharded, and may have another size in each operand and result. If a result
-    lacks the label of a dim that is sharded, it is for the lemma to say what the devices have.
+    along the dims of the labels ``unsharded``, which may have another size in each operand and result. If a result lacks the
+    label of a dim that is sharded, it is for the lemma to say what the devices have.
 
     Args:
       ins, outs: the labels of the dims of each operand and result; None: their numbers.
@@ -51,11 +51,13 @@ def act(
     name, avals = op or eqn.primitive.name, avals or [aval_of(v) for v in eqn.outvars]
     ins = ins or [range(len(r.shape)) for r in rels]
     outs = outs or [range(len(a.shape)) for a in avals]
-    rels = [ctx.expanded(r, [d for d, n in enumerate(names) if n in whole]) for r, names in zip(rels, ins, strict=True)]
+    rels = [
+        ctx.expanded(r, [d for d, n in enumerate(names) if n in unsharded]) for r, names in zip(rels, ins, strict=True)
+    ]
     dims: dict[Hashable, tuple[int, tuple[str, ...]]] = {}
     for r, names in zip(rels, ins, strict=True):
         for n, size, axes in zip(names, r.term.shape, r.spec, strict=True):
-            if n in whole:
+            if n in unsharded:
                 require(not axes, f"{name} along dim {n}, which is sharded over {axes_text(axes)}")
             elif size != 1:
                 found = dims.setdefault(n, (size, axes))
@@ -64,7 +66,9 @@ def act(
                     raise Unverified(f"operands of {name} sharded over {both} along dim {n}", refused=True)
     results = []
     for k, (aval, names) in enumerate(zip(avals, outs, strict=True)):
-        sizes = [n if label in whole else dims.get(label, (1,))[0] for n, label in zip(aval.shape, names, strict=True)]
+        sizes = [
+            n if label in unsharded else dims.get(label, (1,))[0] for n, label in zip(aval.shape, names, strict=True)
+        ]
         spec = tuple(dims[label][1] if label in dims else () for label in names)
         key = params if k == 0 else (params, k)
         value = term or ctx.terms.make(name, key, (r.term for r in rels), sizes, aval.dtype, commutes)

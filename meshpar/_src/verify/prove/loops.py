@@ -53,13 +53,14 @@ def written_loop(
     loop = Loop(number, [r.term for r in inits if isinstance(r, Rel)], carries, [])
     require(len(loop.inits) == len(carries), "a loop over values that are not understood")
     ctx.loops.setdefault(key, []).append(loop)
-    fixed = True
-    while fixed:
+    while True:
         known: list[Known] = [ctx.replicated(c, a.shape) for c, a in zip(carries, avals, strict=True)]
         nexts, others = body(loop, known, True)
         require(all(isinstance(r, Rel) for r in [*nexts, *others]), "a loop whose body is not understood")
         loop.nexts = [r.term for r in nexts if isinstance(r, Rel)]
         fixed = [k for k, (c, n) in enumerate(zip(carries, loop.nexts, strict=True)) if c is n is not loop.inits[k]]
+        if not fixed:
+            break
         for k in fixed:  # a carry that does not change is its initial value
             carries[k] = loop.inits[k]
     if key[0] == "while":

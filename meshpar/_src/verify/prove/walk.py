@@ -112,7 +112,7 @@ class Walk:
 
     def call(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         """The results of the body of a call."""
-        body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr", eqn.params.get("call")))
+        body: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr", eqn.params.get("call")))
         closed = body if isinstance(body, ClosedJaxpr) else ClosedJaxpr(body, [])
         return self.run(closed.jaxpr, closed.consts, rels)
 

@@ -66,11 +66,11 @@ def all_gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         return [gathered(x, axes, d, out_shape(eqn))]
     sharded = [k for k, s in enumerate(x.spec) if s == axes]
     require(len(sharded) == 1, "an all-gather into a new dim of a value without one dim that is sharded over its axes")
-    whole, (k,), rank = gathered(x, axes, sharded[0], x.shape), sharded, len(x.shape)
+    full, (k,), rank = gathered(x, axes, sharded[0], x.shape), sharded, len(x.shape)
     parts = (*x.term.shape[:k], ctx.size(axes), x.shape[k], *x.term.shape[k + 1 :])
     order = [n for n in range(rank + 1) if n != k]
     term = ctx.terms.transpose(ctx.terms.reshape(x.term, parts), [*order[:d], k, *order[d:]])
-    return [x.of(term, out_shape(eqn), [*whole.spec[:d], (), *whole.spec[d:]])]
+    return [x.of(term, out_shape(eqn), [*full.spec[:d], (), *full.spec[d:]])]
 
 
 def gathered(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
@@ -111,10 +111,10 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     n = ctx.size(axes)
     shape = list(x.shape)
     shape[j] *= n
-    whole = gathered(x, axes, j, tuple(shape))
-    require(whole.term.shape[j] != 1 or not set(axes) & whole.varying, "an all-to-all of a constant")
+    full = gathered(x, axes, j, tuple(shape))
+    require(full.term.shape[j] != 1 or not set(axes) & full.varying, "an all-to-all of a constant")
     shape[i] //= n
-    return [blocks(whole, axes, i, tuple(shape))]
+    return [blocks(full, axes, i, tuple(shape))]
 
 
 @lemma("ppermute")

@@ -17,7 +17,7 @@ from .table import lemma
 def product(
     ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], pairs: Sequence[tuple[int, int]], **how: Any
 ) -> list[Rel]:
-    """A product that sums over pairs of dims: partial as one of the operands is, and over the axes of these dims.
+    """A matmul or convolution, which sums over pairs of dims: partial as one operand is, and over the axes of these dims.
 
     Args:
       how: arguments of :func:`laws.act`; ``term``: of the result, from the operands' terms.
@@ -95,7 +95,7 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         label = dict(zip(dims, [*names, *window], strict=True))
         labels.append([label[d] for d in range(len(dims))])
     grouped = (p["feature_group_count"], p["batch_group_count"]) != (1, 1)
-    whole = [*window, *"bio"] if grouped else window
+    unsharded = [*window, *"bio"] if grouped else window
     params = frozen({k: str(v) if k == "dimension_numbers" else v for k, v in p.items() if v is not None})
     pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
-    return product(ctx, eqn, rels, pairs, ins=labels[:2], outs=labels[2:], whole=whole, params=params)
+    return product(ctx, eqn, rels, pairs, ins=labels[:2], outs=labels[2:], unsharded=unsharded, params=params)

@@ -36,7 +36,7 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
         else:
             aval = ShapeDtypeStruct(shape, x.term.dtype)
             ins, partial = [range(len(shape)), ()], x if x.partial else None
-            (x,) = act(ctx, eqn, [x, start], ins=ins, whole=[d], params=d, partial=partial, avals=[aval])
+            (x,) = act(ctx, eqn, [x, start], ins=ins, unsharded=[d], params=d, partial=partial, avals=[aval])
     return [x]
 
 
@@ -47,7 +47,7 @@ def dynamic_update_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> li
     not_partial(starts, "an index")
     dims = [d for d in range(len(x.shape)) if x.shape[d] != update.shape[d]]
     partial = partial_of([x, update], "an update")
-    return act(ctx, eqn, [x, update, *(starts[d] for d in dims)], whole=dims, params=tuple(dims), partial=partial)
+    return act(ctx, eqn, [x, update, *(starts[d] for d in dims)], unsharded=dims, params=tuple(dims), partial=partial)
 
 
 def labels_of(
@@ -82,19 +82,19 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     batching = dict(zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True))
     rank = len(out_shape(eqn))
     *ins, out = labels_of(len(x.shape), n.collapsed_slice_dims, batching, n.offset_dims, rank)
-    whole = {"vector", *n.start_index_map, *(d for d, m in enumerate(sizes) if m != x.shape[d])}
+    unsharded = {"vector", *n.start_index_map, *(d for d, m in enumerate(sizes) if m != x.shape[d])}
     known = {k: str(v) for k, v in p.items() if k in ("fill_value", "mode")}
-    known |= {"numbers": n, "sizes": tuple(m if d in whole else 0 for d, m in zip(ins[0], sizes, strict=True))}
+    known |= {"numbers": n, "sizes": tuple(m if d in unsharded else 0 for d, m in zip(ins[0], sizes, strict=True))}
     op, params = "gather", frozen(known)
-    for d in [d for d in ins[0] if d in whole and x.spec[d]]:
+    for d in [d for d in ins[0] if d in unsharded and x.spec[d]]:
         axes = x.spec[d]
         rows = tuple(n.start_index_map) == (d,) and d in n.collapsed_slice_dims
         require(rows, "a gather along several sharded dims")
         require(not set(axes) & index.sharded, "a gather at indices that are sharded as the operand is", refused=True)
         require(bool(index.term.axes), f"a gather along dim {d}, which is sharded over {axes_text(axes)}", refused=True)
         op, params = "gather_block", (axes, x.shape[d], params, tuple(o for o in range(rank) if o not in n.offset_dims))
-        whole.remove(d)
-    return act(ctx, eqn, rels, ins=ins, outs=[out], whole=whole, params=params, op=op, partial=x)
+        unsharded.remove(d)
+    return act(ctx, eqn, rels, ins=ins, outs=[out], unsharded=unsharded, params=params, op=op, partial=x)
 
 
 @lemma("scatter-add", "scatter_add", "scatter", "scatter-mul", "scatter-min", "scatter-max")
@@ -107,27 +107,27 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     batching = dict(zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True))
     ins = labels_of(len(x.shape), n.inserted_window_dims, batching, n.update_window_dims, len(update.shape))
     parts = {d for d, m in zip(ins[2], update.shape, strict=True) if d in ALL and m != x.shape[d]}
-    whole = {"vector", *n.inserted_window_dims, *n.scatter_dims_to_operand_dims, *parts}
+    unsharded = {"vector", *n.inserted_window_dims, *n.scatter_dims_to_operand_dims, *parts}
     local = index.term
+
+    def at(local: Term, mode: str) -> Rel:
+        operands, params = [x, replace(index, term=local), update], frozen({"mode": mode, "numbers": n})
+        return act(ctx, eqn, operands, ins=ins, outs=ins[:1], unsharded=unsharded, params=params)[0]
+
     if local.axes:
         (d, *more) = n.scatter_dims_to_operand_dims
         axes = x.spec[d] or axes_of(ctx, local)
         require(d in n.inserted_window_dims and not more, "a scatter along several dims")
         require(x.spec[d] == axes or x.term.shape[d] == 1, "a scatter into blocks over other axes", refused=True)
-        whole.remove(d)
+        unsharded.remove(d)
         term = ctx.terms.expand(x.term, d, x.shape[d] * ctx.size(axes))
         x = replace(x, term=term, spec=tuple(axes if k == d else s for k, s in enumerate(x.spec)))
-
-    def at(local: Term, mode: str) -> Rel:
-        operands, params = [x, replace(index, term=local), update], frozen({"mode": mode, "numbers": n})
-        return act(ctx, eqn, operands, ins=ins, outs=ins[:1], whole=whole, params=params)[0]
-
-    result = at(local, mode)
-    if local.axes:
         modes = [str(m) for m in GatherScatterMode] if mode == str(GatherScatterMode.FILL_OR_DROP) else []
-        term = owned(ctx, Rows(axes, x.shape[d], local), modes, lambda i, mode: at(i, mode).term)
-        require(term is not None, "a scatter at indices that depend on the device")
-        result = replace(result, term=term)
+        value = owned(ctx, Rows(axes, x.shape[d], local), modes, lambda i, mode: at(i, mode).term)
+        require(value is not None, "a scatter at indices that depend on the device")
+        result = replace(at(local, mode), term=value)
+    else:
+        result = at(local, mode)
     dims = zip(ins[1] + ins[2], index.spec + update.spec, strict=True)
     over = update.partial.union(*(axes for label, axes in dims if label not in ins[0]))
     if over or x.partial:

@@ -18,7 +18,7 @@ def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     require(not ctx.sizes, "a kernel within a per-device program")
     rels = [ctx.expanded(r, ALL[: len(r.shape)]) for r in rels]
     found = ctx.kernels.setdefault((eqn.params["kernel"].name, *(r.term.number for r in rels)), eqn)
-    return act(ctx, eqn, rels, whole=ALL, params=id(found))
+    return act(ctx, eqn, rels, unsharded=ALL, params=id(found))
 
 
 @lemma(LOCAL_FORM)

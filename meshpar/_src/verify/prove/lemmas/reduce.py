@@ -42,7 +42,7 @@ def along(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     not_partial(rels, eqn.primitive.name)
     axes = tuple(map(int, eqn.params["axes"]))
     keep = [d for d in range(len(rels[0].shape)) if d not in axes]
-    return act(ctx, eqn, rels, outs=[keep], whole=axes, params=axes)
+    return act(ctx, eqn, rels, outs=[keep], unsharded=axes, params=axes)
 
 
 @lemma("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin")
@@ -51,7 +51,7 @@ def cumulative(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     name, d = eqn.primitive.name, eqn.params["axis"]
     if name != "cumsum":
         not_partial(rels, name)
-    return act(ctx, eqn, rels, whole=[d], params=(d, eqn.params["reverse"]), partial=partial_of(rels, name, "sum"))
+    return act(ctx, eqn, rels, unsharded=[d], params=(d, eqn.params["reverse"]), partial=partial_of(rels, name, "sum"))
 
 
 @lemma("sort", "top_k")
@@ -59,7 +59,7 @@ def sort(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Along a dim that is not sharded; all operands are sharded alike along the others."""
     not_partial(rels, eqn.primitive.name)
     d = eqn.params.get("dimension", eqn.params.get("axis", -1)) % len(rels[0].shape)
-    return act(ctx, eqn, rels, whole=[d], params=frozen(eqn.params))
+    return act(ctx, eqn, rels, unsharded=[d], params=frozen(eqn.params))
 
 
 @lemma("reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add", "select_and_gather_add")
@@ -68,5 +68,7 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     not_partial(rels, eqn.primitive.name)
     p = eqn.params
     sizes = [p[key] for key in ("window_dimensions", "window_strides", "base_dilation") if key in p]
-    whole = [d for d in range(len(rels[0].shape)) if any(n[d] != 1 for n in sizes) or tuple(p["padding"][d]) != (0, 0)]
-    return act(ctx, eqn, rels, whole=whole, params=frozen(p))
+    unsharded = [
+        d for d in range(len(rels[0].shape)) if any(n[d] != 1 for n in sizes) or tuple(p["padding"][d]) != (0, 0)
+    ]
+    return act(ctx, eqn, rels, unsharded=unsharded, params=frozen(p))

@@ -147,14 +147,14 @@ def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if len(rels) == 1:
         return list(rels)
     widths, partial = tuple(r.shape[d] for r in rels), partial_of(rels, "values side by side")
-    return act(ctx, eqn, rels, whole=[d], params=(d, widths), partial=partial, op="concatenate")
+    return act(ctx, eqn, rels, unsharded=[d], params=(d, widths), partial=partial, op="concatenate")
 
 
 @lemma("pad")
 def pad(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Padding of dims that are not sharded; of partial sums, with zeros."""
     config = {d: tuple(map(int, c)) for d, c in enumerate(eqn.params["padding_config"]) if any(c)}
-    return act(ctx, eqn, rels, whole=config, params=tuple(config.items()), partial=partial_of(rels, "padding"))
+    return act(ctx, eqn, rels, unsharded=config, params=tuple(config.items()), partial=partial_of(rels, "padding"))
 
 
 @lemma("rev")
@@ -162,4 +162,4 @@ def rev(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The elements of dims that are not sharded in the opposite order; a constant is the same in every order."""
     (x,) = rels
     dims = tuple(sorted(d for d in eqn.params["dimensions"] if x.term.shape[d] != 1))
-    return act(ctx, eqn, rels, whole=dims, params=dims, partial=x) if dims else [x]
+    return act(ctx, eqn, rels, unsharded=dims, params=dims, partial=x) if dims else [x]
