@@ -71,10 +71,9 @@ def fits(plan: Plan) -> bool | None:
     return None if plan.chip is None else memory_of(plan).peak <= plan.chip.per_device().hbm
 
 
-def is_tight(plan: Plan) -> bool:
-    """Whether the plan fits, but a search does not let the peak be as large (:data:`USABLE_FRACTION`)."""
-    chip = plan.chip
-    return chip is not None and USABLE_FRACTION < memory_of(plan).peak / chip.per_device().hbm <= 1
+def fit(peak: float, capacity: float) -> str:
+    """``fits``, ``tight`` (above the part that a search allows, :data:`USABLE_FRACTION`) or ``too large``; both are bytes."""
+    return "too large" if peak > capacity else "tight" if peak > USABLE_FRACTION * capacity else "fits"
 
 
 def inputs_text(plan: Plan) -> str:

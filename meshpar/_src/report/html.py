@@ -123,9 +123,9 @@ def verdict(plan: Plan) -> str:
     peak, time, chip = memory_of(plan).peak, time_of(plan), plan.chip
     if chip is None or time is None:
         return f'<p class="verdict">Each device needs {format_memory(peak)} and sends {format_bytes(plan.bytes_sent)} a step.</p>'
-    does = "<b>Fits</b>" if facts.fits(plan) else '<b class="up">Does not fit</b>'
-    if facts.is_tight(plan):
-        does = f'<b class="tight">Tight</b> (a search allows {100 * facts.USABLE_FRACTION:.0f} % of the memory)'
+    tight = f'<b class="tight">Tight</b> (a search allows {100 * facts.USABLE_FRACTION:.0f} % of the memory)'
+    fit = {"fits": "<b>Fits</b>", "tight": tight, "too large": '<b class="up">Does not fit</b>'}
+    does = fit[facts.fit(peak, chip.per_device().hbm)]
     shares = step_shares(plan)
     bound = (
         f", bound by <b>{escape(step_bounds(plan)[0][0])}</b>: {escape(', '.join(shares))} of the step"
@@ -160,12 +160,11 @@ def cards(plan: Plan) -> str:
     memory, time, chip = memory_of(plan), time_of(plan), plan.chip
     meter, of = "", "(no chip is given)"
     if chip is not None:
-        capacity, over = chip.per_device().hbm, facts.fits(plan) is False
-        width = min(100.0, 100 * memory.peak / capacity)
-        kind = " over" if over else " tight" * facts.is_tight(plan)
-        meter = f'<div class="meter{kind}"><i style="width:{width:.1f}%"></i></div>'
+        capacity = chip.per_device().hbm
+        width, fit = min(100.0, 100 * memory.peak / capacity), facts.fit(memory.peak, capacity)
+        meter = f'<div class="meter {fit}"><i style="width:{width:.1f}%"></i></div>'
         of = f"of {format_memory(capacity)} of {with_article(chip.name)}, estimated"
-        of = f'<span class="up">does not fit</span>: {of}' if over else of
+        of = f'<span class="up">does not fit</span>: {of}' if fit == "too large" else of
         if facts.padding_text(plan):
             of += f"; {format_memory(sum(memory.padding.values()))} of it are padding to tiles"
     shown = [("peak memory per device", format_memory(memory.peak), memory.peak, meter, of)]

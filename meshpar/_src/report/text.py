@@ -32,10 +32,8 @@ MAX_ARGUMENT_ROWS = 7
 """Groups of parameters; of another kind of arguments half as many."""
 BAR_CELLS = 20
 """Columns of a bar."""
-TOO_LARGE, TIGHT = "too large", "tight"
-"""In place of ``fits``: the peak exceeds the memory, or the part of it that a search allows."""
-WARNING = "bold yellow"
-"""Style of a plan that is tight."""
+FIT_STYLES = {"fits": PALETTE[0], "tight": "bold yellow", "too large": "bold red"}
+"""Styles of the bar of the memory, by :func:`facts.fit`."""
 MIN_KIND_SHARE = 0.01
 """Fraction of the peak of the smallest kind of memory in the summary."""
 MIN_COLLECTIVE_SHARE = 0.01
@@ -101,11 +99,12 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     if chip is None:
         rows.append(("needs", needs, Text(), kinds))
     else:
-        capacity, label = chip.per_device().hbm, "fits" if facts.fits(plan) else TOO_LARGE
-        if facts.is_tight(plan):
-            label = TIGHT
-            kinds = joined(Text(f"a search allows {100 * facts.USABLE_FRACTION:.0f} %", WARNING), *kinds.items)
-        rows.append((label, f"{needs} of {format_memory(capacity)}", memory_bar(memory.peak, capacity), kinds))
+        capacity = chip.per_device().hbm
+        fit = facts.fit(memory.peak, capacity)
+        if fit == "tight":
+            limit = Text(f"a search allows {100 * facts.USABLE_FRACTION:.0f} %", FIT_STYLES[fit])
+            kinds = joined(limit, *kinds.items)
+        rows.append((fit, f"{needs} of {format_memory(capacity)}", memory_bar(memory.peak, capacity), kinds))
     if time is not None:
         kernels = facts.kernel_seconds(time)
         waits = time.seconds - kernels
@@ -135,7 +134,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     for label, value, bar, rest in rows:
         head = Text.assemble((f"{value:<{width}}", "bold"), "  " * bool(bar), bar)
         shown = replace(rest, head=head) if value else Text().join(rest.items)
-        lines.append((Text(f"  {label}", {TOO_LARGE: "bold red", TIGHT: WARNING}.get(label, "")), shown))
+        lines.append((Text(f"  {label}", "" if label == "fits" else FIT_STYLES.get(label, "")), shown))
     return hanging(lines)
 
 
@@ -190,8 +189,7 @@ def _costs(plan: Plan) -> list[Text]:
 def memory_bar(peak: float, capacity: float) -> Text:
     """``[███░░░░░░░] 31 %`` of the memory of a device; red where the peak exceeds the capacity, yellow above the part that a search
     allows. Both are bytes."""
-    part = peak / capacity
-    style = "bold red" if part > 1 else WARNING if part > facts.USABLE_FRACTION else PALETTE[0]
+    part, style = peak / capacity, FIT_STYLES[facts.fit(peak, capacity)]
     filled = min(BAR_CELLS, max(1, round(BAR_CELLS * part)))
     empty = "░" * (BAR_CELLS - filled)
     return Text.assemble("[", ("█" * filled, style), (empty, "dim"), "]", (f" {100 * part:.0f} %", style))
