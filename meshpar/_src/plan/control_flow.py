@@ -382,7 +382,7 @@ class ControlFlow:
             self.outer.update(chain[:-1])
             self.accumulations[add] = Accumulation(chain, addend, first)
             # the addend is computed from these values by ops that partial values may pass
-            for value, stacked in addends(self.facts.program, addend):
+            for value, stacked in addends(self.facts.assignment.program, addend):
                 self.facts.accumulated[value] = stacked or _is_row(add) or self._is_reduced_in_each(value)
         return positions
 

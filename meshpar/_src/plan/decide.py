@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..layout import Spec
-from ..program.ir import Op, Program, Value
+from ..program.ir import Op, Value
 from ..records import record
 from ..rules.owned import adds_nothing
 from ..rules.partial import LINEAR, Law
@@ -110,15 +110,6 @@ class Facts:
     accumulated: dict[Value, bool]
     deferred: set[Value]
 
-    @property
-    def program(self) -> Program:
-        return self.assignment.program
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """axis → size of the mesh."""
-        return self.assignment.sizes
-
 
 @record
 class _Site:
@@ -137,7 +128,7 @@ class _Site:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        return self.facts.sizes
+        return self.facts.assignment.sizes
 
     @property
     def partial(self) -> list[int]:
@@ -155,7 +146,7 @@ class _Site:
 
     def resharded(self, value: Value) -> Spec | None:
         """The spec to which a result is resharded; None: it stays as the op leaves it."""
-        return None if value in self.facts.program.cached(narrowed) else self.stored(value)
+        return None if value in self.facts.assignment.program.cached(narrowed) else self.stored(value)
 
     def reducing(self, positions: Sequence[int]) -> _Site:
         """The same op after some operands are reduced, each to its stored spec."""
@@ -196,7 +187,7 @@ def decide(op: Op, operands: Sequence[Operand | None], facts: Facts) -> OpDecisi
     if op.rule is None:
         return _elementwise(first.reducing(shared), shared)
     if op.rule.given is not None:
-        check_manual_axes(op, facts.sizes)
+        check_manual_axes(op, facts.assignment.sizes)
     return _by_rule(first.reducing(shared), shared)
 
 
@@ -476,7 +467,9 @@ def law_for(site: _Site, positions: Sequence[int]) -> Law | None:
         return None
 
     def of(kind: Kind) -> Law | None:
-        return applicable_law(site.facts.program, site.op, kind, positions, lambda law: _is_used(site, law, first))
+        return applicable_law(
+            site.facts.assignment.program, site.op, kind, positions, lambda law: _is_used(site, law, first)
+        )
 
     law = None if len(kinds) > 1 else of(first.kind)
     if law is None and "indexed" in kinds and all(adds_nothing(x.value.aval.dtype) for x in operands):
@@ -499,7 +492,7 @@ def _is_used(site: _Site, law: Law, x: Operand) -> bool:
             return x.value in site.facts.deferred
         scattered = any(a in x.partial for entry in site.stored(out) for a in entry)
         return not (stacked and scattered)  # else it is reduced in every iteration
-    return law.when != "named" or out in site.facts.program.cached(reduce_in_values)
+    return law.when != "named" or out in site.facts.assignment.program.cached(reduce_in_values)
 
 
 def _rule_on_partial(site: _Site, i: int, law: Law) -> OpDecision | None:
@@ -545,7 +538,9 @@ def is_reduced_after(x: Operand, facts: Facts) -> bool:
     The gradient of merged low-rank weights, ``g`` in ``g @ b`` and ``a @ g``, is larger than both results. The readers' other
     operands are assumed to have their stored specs.
     """
-    before = reduction_bytes(x.value, x.spec, facts.assignment.value_spec(x.value), x.partial, x.kind, facts.sizes)
+    before = reduction_bytes(
+        x.value, x.spec, facts.assignment.value_spec(x.value), x.partial, x.kind, facts.assignment.sizes
+    )
     after = _bytes_of_readers(x, facts)
     return after is not None and after < before
 
@@ -560,7 +555,7 @@ def _bytes_of_readers(x: Operand, facts: Facts) -> float | None:
         i = op.ins.index(x.value)
         operands = [None if v is None else Operand(v, facts.assignment.value_spec(v)) for v in op.ins]
         site = _Site(op, [*operands[:i], x, *operands[i + 1 :]], facts)
-        law = applicable_law(facts.program, op, x.kind, [i], lambda law: law.when in ("smaller", "widening"))
+        law = applicable_law(facts.assignment.program, op, x.kind, [i], lambda law: law.when in ("smaller", "widening"))
         if law is None:
             return None
         if law.when == "widening":

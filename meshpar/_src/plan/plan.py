@@ -286,12 +286,8 @@ class Plan:
 
     def rule_of(self, collective: Collective) -> Rule | None:
         """The first rule of the layout that the cause of a collective names; None: it names none."""
-        at = {rule: collective.cause.find(text) for rule, text in self._rule_texts.items()}
+        at = {rule: collective.cause.find(f"`{rule}`") for rule in self.layout.rules}
         return min((r for r, n in at.items() if n >= 0), key=at.__getitem__, default=None)
-
-    @cached_property
-    def _rule_texts(self) -> dict[Rule, str]:
-        return {rule: f"`{rule}`" for rule in self.layout.rules}
 
     def scope_name(self, collective: Collective) -> str:
         """The name scope of a collective in the compiled program and in profiles: ``all-gather embed mlp | embed: data``. It has
