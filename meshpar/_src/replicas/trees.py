@@ -11,13 +11,13 @@ import numpy as np
 
 from ...errors import DivisibilityError, RankError, UnsupportedError
 from ..compat.jax import is_tracer
-from ..flax import flatten_named
 from ..program.primitives import named, reduce_in, rename
 
 
 def paths_of(tree: Any) -> list[str]:
     """The path of each leaf, in JAX's order: ``layers/up``."""
-    return [leaf.path for leaf in flatten_named(tree)]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves]
 
 
 def count_replicas(updates: Any, name: str, dim: str, replicas: int | None = None) -> int:

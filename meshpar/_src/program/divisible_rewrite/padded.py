@@ -40,6 +40,8 @@ def by_factors(site: Site) -> bool:
                 return False
             if padded.setdefault(own[0], dim).padded_size != dim.padded_size:
                 return False
+            if rule.kinds[own[0]] == "pass_through" and not any(own[0] in f for out in rule.outs for f in out):
+                return False  # a dim of size 1 that is broadcast
     if any(len(own) > 1 and not padded.keys().isdisjoint(own) for array in (*rule.ins, *rule.outs) for own in array):
         return False
 
