@@ -293,7 +293,9 @@ def _can_precede(value: Value | None, frame: Frame, first: int, position: Mappin
             call = v.op
             while call is not None and call.frame is not frame:
                 call = call.frame.parent
-            if call is None or position[call] >= first:
+            if call is None and not _encloses(v.op.frame, frame):
+                return False
+            if call is not None and position[call] >= first:
                 return False
             continue
         if position[v.op] < first or v.op in moved:
@@ -303,6 +305,14 @@ def _can_precede(value: Value | None, frame: Frame, first: int, position: Mappin
         moved.add(v.op)
         todo += v.op.ins
     return True
+
+
+def _encloses(frame: Frame, inner: Frame) -> bool:
+    """Whether a frame is an ancestor of another: its values exist before the ops of the inner one."""
+    parent = inner.parent
+    while parent is not None and parent.frame is not frame:
+        parent = parent.frame.parent
+    return parent is not None
 
 
 def _carried(body: Body) -> set[Value]:
