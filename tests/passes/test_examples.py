@@ -167,3 +167,28 @@ def test_gradients_of_layers_are_not_left_to_the_end():
           return %2, %4, %6, %7
     """,
     )
+
+
+def test_a_reduction_that_a_loop_waits_for_is_in_flight_during_the_matmul_of_the_cotangent():
+    changes(
+        schedule,
+        """
+          every device of data=8 runs:
+          w: float32[embed=4096:data mlp=4096]
+          x: float32[batch=4096:data embed]
+          dy: float32[batch:data mlp]
+          %1 = dot_general dy, x: float32[mlp embed], partial (sum) over data
+          %2 = reduce-scatter over data of %1: float32[mlp embed:data]
+              sends 58.7 MB per call: dot_general contracts the batch
+        + %dy = barrier dy, after %1
+          %3 = all-gather over data of w: float32[embed mlp]
+              sends 58.7 MB per call: dot_general contracts mlp
+        - %4 = dot_general dy, %3: float32[batch:data embed]
+        + %4 = dot_general %dy, %3: float32[batch:data embed]
+          %5 = scan × 2 from %4
+            given %6:
+              %7 = tanh %6: float32[batch:data embed]
+              yield %7
+          return %2, %5
+    """,
+    )

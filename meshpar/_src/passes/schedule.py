@@ -3,9 +3,11 @@
 The backward pass of a matmul has two: the cotangent times the weight, on which the previous layer depends, and the cotangent
 times the saved operand, which is the weight's gradient, on which nothing else depends. The scheduler of libtpu 0.0.42 (default
 effort) runs all gradients of a network last, while all-gathered operands stay in memory; in a loop it keeps gathered weights until
-the gradients are computed (:data:`compat.quirks.LATE_GRADIENTS`). Two rules:
+the gradients are computed (:data:`compat.quirks.LATE_GRADIENTS`). Three rules:
 
 - a matmul whose result is reduce-scattered waits for the matmuls of the same cotangent with gathered weights, which can be freed;
+- where a later loop waits for an asynchronous reduction, these matmuls wait for the reduction of the weight's gradient instead, and
+  run while the reduction is in flight: the head of a plain Llama 3 8B under FSDP (``benchmarks/plain.py``) before its scan of layers;
 - a matmul on which no other depends is not postponed: the second one after it waits for it.
 
 Matmuls in loops whose results are reduced on the SparseCores have no barriers. The compiler runs these at the end of the loop's
@@ -134,7 +136,7 @@ class _Waits:
             self._delay_others(frame)
 
     def _delay_scattered(self) -> None:
-        """Apply the first rule."""
+        """Apply the first two rules."""
         reductions = [s for s in self.plan.body.all_steps if isinstance(s, Reduce) and s.scatters and s.collectives]
         if not reductions:
             return
@@ -149,10 +151,10 @@ class _Waits:
                         readers.setdefault((op.frame, v), []).append(op)
         for step in reductions:
             for op in added_matmuls(self.plan, step.source.value):
-                self._delay(op, [r for v in op.ins if v is not None for r in readers.get((op.frame, v), ())])
+                self._delay(step, op, [r for v in op.ins if v is not None for r in readers.get((op.frame, v), ())])
 
-    def _delay(self, op: Op, others: Sequence[Op]) -> None:
-        """Let a matmul whose result is reduce-scattered wait for others of the same cotangent."""
+    def _delay(self, reduction: Reduce, op: Op, others: Sequence[Op]) -> None:
+        """Let a matmul whose result is reduce-scattered wait for others of the same cotangent, or these for it (second rule)."""
         frame = self.frames[op.frame]
         others = [r for r in others if frame.position[r] > frame.last_operand(op)]
         results = [frame.sum_of(r.outs[0]) for r in others]
@@ -164,10 +166,25 @@ class _Waits:
         if not free:
             return
         last = max(free, key=lambda v: frame.position[v.op])  # type: ignore[index]
-        self._wait(op, last)
+        if self._blocks_a_loop(reduction, frame, last) and self._is_array(op.outs[0]):
+            for r in others:
+                if r not in followers and op not in frame.followers(r, self.waiting):
+                    self._wait(r, op.outs[0])
+        else:
+            self._wait(op, last)
+
+    def _blocks_a_loop(self, step: Reduce, frame: FrameDependencies, value: Value) -> bool:
+        """Whether a loop after ``value`` waits for an asynchronous reduction (:func:`.barriers.serialize_loops`)."""
+        plan = self.plan
+        if plan.shard_bytes(step.source) < plan.compiler.serialized_reduction_bytes or not any(
+            plan.is_async(c.op) for c in step.collectives
+        ):
+            return False
+        assert value.op is not None
+        return any(op.primitive.family == "scan" for op in frame.followers(value.op, self.waiting))
 
     def _delay_others(self, frame: FrameDependencies) -> None:
-        """Apply the second rule."""
+        """Apply the third rule."""
         left: list[tuple[Op, int]] = []  # matmuls on which no other depends, and the number of matmuls since
         order = frame.order(self.after)
         for op in frame.matmuls if order is frame.frame.ops else order:
