@@ -7,7 +7,7 @@ the gradients are computed (:data:`compat.quirks.LATE_GRADIENTS`). Three rules:
 
 - a matmul whose result is reduce-scattered waits for the matmuls of the same cotangent with gathered weights, which can be freed;
 - where a later loop waits for an asynchronous reduction, these matmuls wait for the reduction of the weight's gradient instead, and
-  run while the reduction is in flight: the head of a plain Llama 3 8B under FSDP (``benchmarks/plain.py``), before the backward loop;
+  run while the reduction is in flight: the head of the plain Llama 3 8B of ``benchmarks/plain.py`` under FSDP;
 - a matmul on which no other depends is not postponed: the second one after it waits for it.
 
 Matmuls in loops whose results are reduced on the SparseCores have no barriers. The compiler runs these at the end of the loop's
