@@ -6,7 +6,7 @@
 
 ``save``: seconds until the call returns; ``complete``: until the checkpoint is on disk. Every row is the first call of its kind.
 The last column: the limit for complete + restore is twice orbax plus 2 s. After a kill, the newest checkpoint has to be complete
-and its values those of its step; after damage, the restored values have to belong to a step that was saved.
+and its values are of its step; after damage, the restored values have to belong to a step that was saved.
 """
 
 import argparse

@@ -119,7 +119,7 @@ def timings(platform: str) -> Iterator[Task]:
 
 
 def steps() -> Iterator[Task]:
-    """Whole steps (`device_steps.py`), each in a process of its own, whose peak of memory is that of the step."""
+    """Whole steps (`device_steps.py`), each in a process of its own, whose peak of memory belongs to the step."""
     from device_steps import names
 
     for name, variant in names():

@@ -1,7 +1,7 @@
 """Whole steps on one attached device: results, time and memory under meshpar, against plain `jax.jit` and against the plan.
 
 Tasks of `benchmarks/device.py`. Each (step, variant) runs in a process of its own, from the same initial values, so that the
-results of variants can be compared and the peak of the device's memory is that of one program. With one device nothing is sent:
+results of variants can be compared and the peak of the device's memory belongs to one program. With one device nothing is sent:
 checked are the effects of the lowerings on a program, the kernels inside whole programs, and the planner's time and memory.
 """
 

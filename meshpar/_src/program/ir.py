@@ -374,7 +374,7 @@ class Program:
 
     def coverage(self) -> tuple[int, int, list[tuple[Op, Value, int]]]:
         """Of the dims larger than 1 of the inputs and of the results of all ops: how many have a name, how many there are, and
-        those of results without a name, as (op, value, dim)."""
+        the dims of results without a name, as (op, value, dim)."""
         made_by: dict[Value, Op | None] = dict.fromkeys(self.inputs)
         for op in self.root.walk():
             for value in op.outs:

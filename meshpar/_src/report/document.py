@@ -63,7 +63,8 @@ class Document:
 
 def shown_text(shown: Any, stream: TextIO | None = None) -> str:
     """A rich renderable as text for a stream, by default standard output, with its width and colours (:mod:`console`)."""
-    stream = stream or sys.stdout
+    if stream is None:
+        stream = sys.stdout
     return plain(shown, columns(stream), has_colours(stream))
 
 

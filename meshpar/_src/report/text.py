@@ -208,7 +208,7 @@ def collectives_block(
     Args:
       timed: they have seconds.
       at_least: a loop of unknown length sends more.
-      when: follows what a device sends.
+      when: follows the bytes that a device sends.
       name: of the variable that has the report.
     """
     groups = facts.collective_groups(collectives)

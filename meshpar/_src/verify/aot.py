@@ -138,7 +138,7 @@ class Compiled(Document):
         return sum(c.total_bytes for c in self.final_collectives)
 
     def to_json(self) -> str:
-        """Memory, bytes and seconds of the compiled program as JSON, with those of the plan, its mesh, layout and options."""
+        """Memory, bytes and seconds of the compiled program as JSON, with the plan's, its mesh, layout and options."""
         own = ("name", "topology", "effort", "capacity", "bytes_sent", "exposed_seconds", "compile_seconds")
         out = {**{name: getattr(self, name) for name in own}, "memory": asdict(self.memory)}
         if (plan := self.plan) is not None:

@@ -261,7 +261,7 @@ def run_slots(slots: Sequence[Slot]) -> list[tuple[list[Any], list[Any], list[An
     turned = [slot.reverse != reverse for slot in slots]
 
     def slices(slot: Slot, at: Any, given: Sequence[Any] | None = None) -> list[Any]:
-        """Slices of the stacks of a slot; ``given``: those of its arrays, if the scan makes them."""
+        """Slices of the stacks of a slot; ``given``: the slices of its arrays, if the scan makes them."""
         made = iter(
             [lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in arrays(slot)] if given is None else given
         )

@@ -4,7 +4,7 @@
 
     term      global values as hash-consed expressions, in a normal form
     relation  which block, partial value or copy of a global value a device has
-    laws      what an op does to dims and to partial values: the two laws that most lemmas consist of
+    laws      the effect of an op on dims and on partial values: the two laws that most lemmas consist of
     masks     values that depend on the device: offsets, masks, and the rows that each device has
     lemmas    for each op and collective: the relation of the results from the relations of the operands
     loops     scan and while: invariants

@@ -1,4 +1,4 @@
-"""The two laws that most lemmas consist of: what an op does to dims, and what it does to partial values."""
+"""The two laws that most lemmas consist of: the effect of an op on dims, and its effect on partial values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def act(
     avals: Sequence[Any] = (),
     term: Term | None = None,
 ) -> list[Rel]:
-    """The results of an op whose dims have labels, as those of an einsum.
+    """The results of an op whose dims have labels, as in an einsum.
 
     Dims of one label are carried along: they are sharded alike, or constant, in all operands, and so in the results. The op acts
     along the dims of the labels ``unsharded``, which may have another size in each operand and result. If a result lacks the
@@ -44,9 +44,9 @@ def act(
       ins, outs: the labels of the dims of each operand and result; None: their numbers.
       params: of the op; independent of the sizes of dims that are carried along.
       partial: the operand like which the results are partial.
-      op: its name, if it is not that of the equation; commutes: its operands commute.
-      avals: shapes and dtypes of the results, if they are not those of the equation.
-      term: of the result, if it is not that of the op and its operands.
+      op: its name, if it differs from the equation's; commutes: its operands commute.
+      avals: shapes and dtypes of the results, if they differ from the equation's.
+      term: of the result, if it is not the op of its operands.
     """
     name, avals = op or eqn.primitive.name, avals or [aval_of(v) for v in eqn.outvars]
     ins = ins or [range(len(r.shape)) for r in rels]

@@ -46,7 +46,7 @@ def written_loop(
     """Register a loop of the function as it was written.
 
     Returns:
-      The loop, the relations of its carries, and those of the other results.
+      The loop, the relations of its carries, and the relations of the other results.
     """
     number = sum(map(len, ctx.loops.values()), 1)
     carries = [ctx.terms.make("carry", (number, k), (), a.shape, a.dtype) for k, a in enumerate(avals)]

@@ -1,4 +1,4 @@
-"""Values that depend on the coordinates of the device: offsets, masks, and what they are in terms of global values.
+"""Values that depend on the coordinates of the device: offsets, masks, and their relation to global values.
 
 A term that depends on coordinates through a few integer ops is evaluated, for all coordinates and all values of its one index, and
 compared with the law that a lemma needs.

@@ -101,11 +101,11 @@ class Cause:
 
 
 Known = Rel | Cause
-"""What is known of a value: its relation, or why it has none."""
+"""The relation of a value, or the reason why it is not known."""
 
 
 def mapped(fn: Callable[[Rel], Known], values: Iterable[Known]) -> list[Known]:
-    """The function of each relation; what is unknown stays so."""
+    """The function of each relation; an unknown one stays unknown."""
     return [r if isinstance(r, Cause) else fn(r) for r in values]
 
 
@@ -119,7 +119,7 @@ class Context:
       loops: the loops of the function as it was written, by their kind and length.
       kernels: (name, numbers of the operands) → a kernel of the function as it was written.
       images: number of a term → the kind with which it is reduced as the value that it is an image of (:mod:`lemmas.bits`).
-      written: the equations are those of the function as it was written.
+      written: the equations belong to the function as it was written.
     """
 
     terms: Terms

@@ -79,7 +79,7 @@ class Proof:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the proof takes as given."""
+        """The assumptions of the proof."""
         kernels = ", ".join(f"{name} ({n})" for name, n in self.kernels.items())
         return (*ASSUMPTIONS, f"the local forms of kernels compute their rules: {kernels}") if kernels else ASSUMPTIONS
 

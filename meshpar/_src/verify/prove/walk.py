@@ -14,7 +14,7 @@ from ...compat.jax import axes_of_spec, scan_counts, source_line, without_dead_c
 from . import loops
 from .laws import act, axes_text, not_partial, partial_of
 from .lemmas import LOCAL_FORM, family_of, lemma_of
-from .lemmas.elementwise import SAME
+from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
 from .relation import Cause, Context, Known, Rel, Unverified, aval_of, mapped, require
 from .report import Proof, Result
@@ -54,7 +54,7 @@ class Walk:
         self.bodies.update(dict.fromkeys(CALLS, self.call))
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Known]) -> list[Known]:
-        """The relations of the results of a jaxpr for those of its arguments."""
+        """The relations of the results of a jaxpr, from the relations of its arguments."""
         env: dict[Any, Known] = dict(zip(jaxpr.invars, args, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             env[var] = self.ctx.replicated(self.ctx.terms.array(const), getattr(const, "shape", ()))
@@ -75,7 +75,7 @@ class Walk:
         try:
             if fn is None and name in self.bodies:
                 return self.bodies[name](eqn, list(rels))
-            if name in SAME:
+            if name in IDENTITIES:
                 self.count(eqn, "elementwise")
                 return list(rels)
             if unknown is not None:

@@ -1,7 +1,7 @@
 """The bits of elements: identities by which a reduction of bits is one of the elements.
 
 XLA's all-reduces on CPUs lose NaN in a maximum, and the sign of zero in a sum of which all devices but one have -0.0. So a program
-for CPUs reduces integers instead: images of the elements, whose order is that of the floats, or whose bits are 0 for -0.0.
+for CPUs reduces integers instead: images of the elements, in the order of the floats, or whose bits are 0 for -0.0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def xor(terms: Terms, x: Term, y: Term) -> Term:
 
 
 def flipped(terms: Terms, n: Term) -> Term:
-    """Integers whose order is that of the floats with these bits: of negative numbers, all bits except the sign are inverted."""
+    """Integers in the order of the floats with these bits: of negative numbers, all bits except the sign are inverted."""
     zero, largest = (terms.literal(x, n.dtype, len(n.shape)) for x in (0, np.iinfo(n.dtype).max))
     negative = terms.make("lt", (), (n, zero), n.shape, "bool")
     return terms.make("select_n", (), (negative, n, xor(terms, n, largest)), n.shape, n.dtype)

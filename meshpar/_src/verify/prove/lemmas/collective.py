@@ -1,4 +1,4 @@
-"""Collectives: what they do to a relation."""
+"""The effect of collectives on a relation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .table import lemma
 
 
 def axes_of(eqn: JaxprEqn, ctx: Context) -> tuple[str, ...]:
-    """The mesh axes of a collective, without those of one device."""
+    """The mesh axes of a collective with more than one device."""
     names: Any = eqn.params.get("axes", eqn.params.get("axis_name"))
     require(eqn.params.get("axis_index_groups") is None, "groups of devices along an axis")
     names = names if isinstance(names, tuple) else (names,)

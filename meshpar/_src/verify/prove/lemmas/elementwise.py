@@ -153,7 +153,7 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     return [resolved(ctx, replace(x, term=ctx.terms.convert(x.term, target)), [x])]
 
 
-SAME = frozenset(
+IDENTITIES = frozenset(
     "copy copy_p name optimization_barrier stop_gradient local_constraint sharding_constraint name_dims rename_dims place "
     "pvary reshard multiple_of layout_constraint device_put".split()
 )
