@@ -51,6 +51,11 @@ def conjugate_gradients(a, b):
     return jax.scipy.sparse.linalg.cg(lambda x: a * x, b, maxiter=4)[0]
 
 
+def flattened_dense(x, w):
+    """A dense layer on a list of tokens."""
+    return jnp.tanh((x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:2], -1))
+
+
 def advantages(rewards, values):
     """Generalized advantage estimation, backward over time steps."""
     deltas = rewards[:-1] + 0.99 * values[1:] - values[:-1]
@@ -66,9 +71,12 @@ SHIFT = (jax.grad(token_shift), (f32(8, 64, 64),), SEQ, SEQUENCE)
 ZIGZAG = (jax.grad(zigzag), (f32(8, 64, 64),), SEQ, SEQUENCE)
 SOLVER = (conjugate_gradients, (f32(64, 32), f32(64, 32)), ROWS, {"*": "rows columns"})
 ATTENTION = (attention, (f32(8, 64, 64), f32(64, 4, 16)), SEQ, SEQUENCE)
+FLATTENED = (
+    flattened_dense, (f32(8, 64, 64), f32(64, 32)), "batch: data; seq: model", {**SEQUENCE, "w": "embed mlp"},
+)  # fmt: skip
 PROGRAMS = {
-    "raveled.dot_general": SOLVER,
-    "raveled.reshape": SOLVER,
+    "collapsed.dot_general": FLATTENED,
+    "collapsed.reshape": SOLVER,
     "lookups.constant_gather": ZIGZAG,
     "lookups.constant_scatter_add": ZIGZAG,
     "lookups.own_rows": LABELS,
@@ -97,12 +105,18 @@ def test_the_next_token_loss_gathers_no_logits():
     assert plan.bytes_sent <= one_row_of_each_shard + weights
 
 
+def test_a_dense_layer_on_a_list_of_tokens_sends_nothing():
+    assert bytes_sent(*FLATTENED) == 0
+
+
 def test_every_rewrite_has_a_program():
     rewrites = (*divisible_rewrite.REWRITES.values(), divisible_rewrite.READERS)
     assert {name(f) for group in rewrites for f in group} == set(PROGRAMS)
 
 
-@pytest.mark.parametrize(("rewrite", "program"), [*PROGRAMS.items(), ("padded.by_factors", ATTENTION)])
+@pytest.mark.parametrize(
+    ("rewrite", "program"), [*PROGRAMS.items(), ("padded.by_factors", ATTENTION), ("collapsed.dot_general", SOLVER)]
+)
 def test_its_program_sends_more_bytes_without_it(rewrite, program, monkeypatch):
     sent = bytes_sent(*program)
 

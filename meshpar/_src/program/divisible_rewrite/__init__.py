@@ -7,7 +7,7 @@ The rewritten program represents them by arrays that do divide, as long as the o
 - An *indexed view* is a table of elements of the array along some dims. The tables of slices of concatenations of slices compose to
   one table, by which the primitive ``rearrange`` exchanges elements (:mod:`rules.rearrange`). Elementwise ops, matmuls and
   reductions of 15 rows are computed on 16 (a *padded dim*); the last row is masked where it would change the result.
-- A *raveled view* is the array with all dims merged into one. Inner products are applied to the array.
+- A *collapsed view* is a reshape of the array that only merges dims. Contractions are applied before it.
 
 A lookup of one element per row, ``x[jnp.arange(n), i]``, becomes a batched lookup. Any other op reads the value of a view, which a
 copy of the program's own equation computes. :data:`REWRITES` and :data:`READERS` list the rewrites. Each names a program that sends
@@ -24,7 +24,7 @@ from jax.extend.core import ClosedJaxpr
 from ...rules.index import LOOKUPS
 from ..infer import infer_like
 from ..ir import Program, Value
-from . import lookups, padded, raveled, slices
+from . import collapsed, lookups, padded, slices
 from .rewriter import JaxprRewriter, Rewrite, ShardCounts
 
 MAX_CACHED = 16
@@ -34,7 +34,7 @@ REWRITES: Mapping[str, tuple[Rewrite, ...]] = {
     **dict.fromkeys(LOOKUPS, (lookups.own_rows,)),
     "gather": (lookups.own_rows, lookups.constant_gather),
     "scatter-add": (lookups.own_rows, lookups.constant_scatter_add),
-    "reshape": (raveled.reshape,),
+    **dict.fromkeys(("reshape", "squeeze"), (collapsed.reshape,)),
     "slice": (slices.slice_,),
     "split": (slices.split,),
     "rev": (slices.rev,),
@@ -43,7 +43,7 @@ REWRITES: Mapping[str, tuple[Rewrite, ...]] = {
 }
 """By primitive, the rewrites to try in order that may represent its results by views."""
 
-READERS: tuple[Rewrite, ...] = (raveled.dot_general, padded.by_factors)
+READERS: tuple[Rewrite, ...] = (collapsed.dot_general, padded.by_factors)
 """The rewrites to try for any op, of which an operand may be a view. Other ops are copied, on the values of their operands."""
 
 

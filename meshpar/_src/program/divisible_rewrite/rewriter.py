@@ -31,7 +31,7 @@ from ..ir import Frame, Op, Program, Value
 from ..jaxprs import inline, live, variables
 from ..scalars import constant_of
 from .constants import Constants
-from .views import DimIndices, IndexedView, PaddedDim, RaveledView, Scope, View, padded_dims
+from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
 
 ShardCounts = Callable[[Value, int], int]
 """(value, dim) → the number of shards that the dim is split into."""
@@ -176,7 +176,7 @@ class JaxprRewriter:
 
     def compute(self, view: View, shape: tuple[int, ...]) -> Any:
         """Append the equations that compute a view of this shape, and return its atom."""
-        if isinstance(view, RaveledView):
+        if isinstance(view, CollapsedView):
             return self.emit(lambda x: lax.reshape(x, shape), view.source)
         if view.copy is None:
             return self.emit(lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)

@@ -1,8 +1,9 @@
-"""Values that the rewritten program represents by another array: indexed views, raveled views and padded dims."""
+"""Values that the rewritten program represents by another array: indexed views, collapsed views and padded dims."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,19 +82,26 @@ class IndexedView:
 
 
 @dataclass(slots=True)
-class RaveledView:
-    """An array with all its dims merged into one.
+class CollapsedView:
+    """A reshape of an array that only merges adjacent dims.
 
     Attributes:
       source: the atom of the array in the rewritten jaxpr.
+      groups: for every dim of the view, the sizes of the source dims that it merges.
       atom: the value itself, once an op has needed it.
     """
 
     source: Any
+    groups: tuple[tuple[int, ...], ...]
     atom: Any = None
 
+    def source_dims(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """The source dims that some dims of the view merge: with groups ``((2,), (3, 4))``, dim 1 merges dims 1 and 2."""
+        starts = np.cumsum([0, *map(len, self.groups)]).tolist()
+        return tuple(k for d in dims for k in range(starts[d], starts[d + 1]))
 
-View = IndexedView | RaveledView
+
+View = IndexedView | CollapsedView
 
 
 Scope = dict[Any, Any]
@@ -108,3 +116,23 @@ def padded_dims(view: View | None) -> dict[int, PaddedDim]:
     if not isinstance(view, IndexedView) or (view.copy is not None and view.divides):
         return {}
     return {d: PaddedDim(len(dim.table), dim.shards) for d, dim in view.indices.items()}
+
+
+def collapsed_groups(shape: Sequence[int], collapsed: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
+    """For every dim of a shape, the sizes of the dims of another shape that it merges.
+
+    ``collapsed_groups((2, 3, 4), (2, 12))`` is ``((2,), (3, 4))``. None if a dim is split, no dims are merged,
+    or there are no elements.
+    """
+    remaining, groups = list(shape), []
+    for n in collapsed:
+        group: list[int] = []
+        while math.prod(group) < n and remaining:
+            group.append(remaining.pop(0))
+        if math.prod(group) != n or (not group and n != 1):
+            return None
+        groups.append(tuple(group))
+    if any(n != 1 for n in remaining) or not groups or 0 in shape:
+        return None
+    groups[-1] = (*groups[-1], *remaining)
+    return tuple(groups) if any(sum(n > 1 for n in g) > 1 for g in groups) else None
