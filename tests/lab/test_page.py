@@ -207,7 +207,7 @@ def test_two_plans_side_by_side_and_copies(page):
     longer = now["seconds"] - pinned["seconds"]
     question = f"Why is this plan {'slower' if longer > 0 else 'faster'} by {format_seconds(abs(longer))}?"
     assert beside.locator("details[open] summary").all_inner_texts() == [question]
-    assert "embed: data" in beside.locator("details[open] table").inner_text()
+    assert "exposed communication over data" in beside.locator("details[open] table").inner_text()
     assert beside.locator("details[open] table").bounding_box()["y"] < 700  # in sight, without scrolling
     beside.get_by_text("Compare in full").click()
     text = beside.inner_text()

@@ -77,7 +77,7 @@ class Job:
             log.exception("a job of the lab fails")
             self.failed = {"headline": f"{type(e).__name__}: {e}"}
         finally:
-            self.running = False
+            self._plans = self.running = False
 
     def leave(self) -> None:
         """Release the lock for planning for good: the job plans no more."""

@@ -44,6 +44,14 @@ def is_recomputed(op: Op) -> bool:
     return op.primitive.cheap
 
 
+def _recomputable_depth(value: Value | None, most: int = MAX_RECOMPUTED_DEPTH) -> int:
+    """The length of the longest chain of recomputable ops that ends with a value, at most ``most``: more than of its operands."""
+    op = None if value is None else value.op
+    if op is None or not is_recomputed(op) or not most:
+        return 0
+    return 1 + max((_recomputable_depth(v, most - 1) for v in op.ins), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Where a copy is made: by steps of ``origin`` (for a loop, before it) in a body that runs ``count`` times (None: unknown)."""
@@ -168,12 +176,22 @@ class Emitter:
             return
         if decision.axes is not None:
             self.factor_axes[op] = decision.axes
-        current = self.current
-        needs = zip(op.ins, decision.operands, strict=True)
-        operands = tuple([None if v is None or need is None else self.operand(op, v, need) for v, need in needs])
+        current, constants = self.current, self.constants
+        operands: list[Shard | None] = [None] * len(op.ins)
+        moved = []
+        for i, (value, need) in enumerate(zip(op.ins, decision.operands, strict=True)):
+            if value is not None and need is not None:
+                operands[i] = source = current[value]
+                if value in constants or source.spec != need:
+                    moved.append((i, value, need))
+        if len(moved) > 1 and sum(v not in constants for _, v, _ in moved) > 1:
+            # shorter chains first: a longer one may end in a copy that a shorter one has made (a sort by keys that are computed)
+            moved.sort(key=lambda need: _recomputable_depth(need[1]))
+        for i, value, need in moved:
+            operands[i] = self.operand(op, value, need)
         pairs = zip(op.outs, decision.results, strict=True)
         results = tuple([self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs])
-        step = self.interned.run(op, operands, results, decision.axes)
+        step = self.interned.run(op, tuple(operands), results, decision.axes)
         if decision.sends:
             collectives = self.records.local_form(op, decision.sends, decision.axes or (), self.causes, self.count)
             step = replace(step, collectives=collectives)
