@@ -154,12 +154,12 @@ def test_a_plan_that_does_not_fit_has_its_remedies():
 
 
 def test_a_state_that_exceeds_all_devices_names_those_that_hold_it():
-    """The parameters and two moments in float32 take 12 × 2¹³ × width bytes; a v5e has 15.75 GiB, of which 85 % may be used."""
+    """Parameters, gradients and two moments in float32 take 16 × 2¹³ × width bytes; 85 % of the 15.75 GiB of a v5e may be used."""
     plan = trained(width=2**21, donate_argnames="state")
     (hint,) = memory_hints(plan)
-    assert "192.00 GiB, and v5e:2x2 has 63.00 GiB" in hint
-    chips = next(4 * 2**k for k in range(9) if 4 * 2**k * 0.85 * 15.75 >= 192)
-    assert hint.endswith(f"They fit on {chips} devices: v5e:4x4")
+    assert "256.00 GiB, and v5e:2x2 has 63.00 GiB" in hint
+    chips = next(4 * 2**k for k in range(9) if 4 * 2**k * 0.85 * 15.75 >= 256)
+    assert hint.endswith(f"They fit on {chips} devices: v5e:4x8")
     assert memory_hints(trained(width=2**18, donate_argnames="state"))[0].startswith("a rule `")
 
 

@@ -47,7 +47,7 @@ def test_numbers_of_a_run(plan):
     assert job.save == pytest.approx(size / 64 / chip.host_link)
     assert job.write == pytest.approx(size / 64 / 1e8)
     assert job.restart == pytest.approx(300 + 30 + job.write)
-    out = job.simulate(row.save_every, 1000)
+    out = job.simulate(row.save_optimum, 1000)
     assert row.days.median == np.median(out.seconds) / 86400
     assert row.days.low < row.days.median < row.days.high
     assert row.cost.median == pytest.approx(row.days.median * 24 * 64 * 4.2)
@@ -55,12 +55,12 @@ def test_numbers_of_a_run(plan):
     assert sum(row.parts) == pytest.approx(np.mean(out.seconds))
     assert row.failures.median == pytest.approx(np.median(out.seconds) / job.mtbf, rel=0.1)
     assert min(row.parts) > 0
-    longest = job.expected(row.save_at_most)
+    longest = job.expected(row.save_every)
     assert (
-        1.0099 * job.expected(row.save_every)
+        1.0099 * job.expected(row.save_optimum)
         < longest
-        <= 1.01 * job.expected(row.save_every)
-        < job.expected(row.save_at_most + 1)
+        <= 1.01 * job.expected(row.save_optimum)
+        < job.expected(row.save_every + 1)
     )
     assert row.copies_bytes == pytest.approx(6 * size / 64)
 
@@ -111,7 +111,7 @@ def test_the_page_draws_parts_and_the_loss_by_save_interval(plan, tmp_path):
     longest = max(sum(r.parts) for r in run.rows)
     np.testing.assert_allclose(widths, [[x / longest for x in r.parts] for r in run.rows], atol=0.005)
     for row, label in zip(run.rows, labels, strict=True):
-        lost = 1 - row.job.step * row.job.steps / row.job.expected(row.save_every)
+        lost = 1 - row.job.step * row.job.steps / row.job.expected(row.save_optimum)
         assert label.startswith(f"{row.topology}: ")
         assert float(label.split(": ")[1].split()[0]) == pytest.approx(100 * lost, rel=0.05)
 

@@ -59,7 +59,7 @@ def memory_hints(plan: Plan) -> list[str]:
 
 
 def topology_for_state(plan: Plan) -> Topology | None:
-    """The smallest topology that holds the parameters and the optimizer state, if the plan's devices do not; None elsewhere."""
+    """The smallest topology that holds the state of a step (:func:`_state_bytes`), if the plan's devices do not; None elsewhere."""
     if plan.chip is None or plan.topology is None:
         return None
     usable = USABLE_FRACTION * plan.chip.per_device().hbm
@@ -69,8 +69,9 @@ def topology_for_state(plan: Plan) -> Topology | None:
 
 
 def _state_bytes(plan: Plan) -> float:
-    """Bytes of the full arrays of the parameters and the optimizer state."""
-    return sum(global_bytes(h) for h in plan.inputs if h.kind in ("params", "opt"))
+    """Bytes of the full arrays of the parameters and the optimizer state; with the latter, also of gradients, one a parameter."""
+    params, opt = (sum(global_bytes(h) for h in plan.inputs if h.kind == kind) for kind in ("params", "opt"))
+    return params + opt + (params if opt else 0)
 
 
 def _state_hint(plan: Plan) -> str | None:
@@ -80,8 +81,8 @@ def _state_hint(plan: Plan) -> str | None:
         return None
     has = math.prod(plan.sizes.values()) * plan.chip.per_device().hbm
     return (
-        f"no layout fits: parameters and optimizer state are {format_memory(_state_bytes(plan))}, and {plan.topology} has "
-        f"{format_memory(has)} in all, of which a search allows {100 * USABLE_FRACTION:.0f} %. "
+        f"no layout fits: parameters, gradients and optimizer state are {format_memory(_state_bytes(plan))}, and "
+        f"{plan.topology} has {format_memory(has)} in all, of which a search allows {100 * USABLE_FRACTION:.0f} %. "
         f"They fit on {where.devices} devices: {where}"
     )
 

@@ -142,7 +142,8 @@ class RunRow:
       fits: whether the plan fits into the memory of a device.
       job: seconds of a step, of saves and of restarts; the mean time between failures.
       checkpoint_bytes: of the parameters and the optimizer state of all devices together.
-      save_every: steps between two saves; with ``save_at_most`` the expected time is :data:`MAX_SAVE_LOSS` longer.
+      save_optimum: steps between two saves for the shortest expected time.
+      save_every: the recommended steps between two saves; the expected time is :data:`MAX_SAVE_LOSS` longer, with fewer saves.
       days, goodput, failures, cost: of the run; the goodput is the fraction of the time that is productive. Cost in the currency of
         the prices; None: no price of the chip is given.
       parts: mean seconds of productive steps, saves, repeated steps, and the start with restarts.
@@ -158,8 +159,8 @@ class RunRow:
     fits: bool
     job: Job
     checkpoint_bytes: float
+    save_optimum: int
     save_every: int
-    save_at_most: int
     days: Percentiles
     goodput: Percentiles
     failures: Percentiles
@@ -175,8 +176,8 @@ class RunRow:
 
     @property
     def save_seconds(self) -> tuple[float, ...]:
-        """Seconds from one save to the next, for ``save_every`` and for ``save_at_most``."""
-        return tuple(n * self.job.step + self.job.save for n in (self.save_every, self.save_at_most))
+        """Seconds from one save to the next, for ``save_optimum`` and for ``save_every``."""
+        return tuple(n * self.job.step + self.job.save for n in (self.save_optimum, self.save_every))
 
     @property
     def copies_pay(self) -> bool:
@@ -335,14 +336,14 @@ def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
 
 def _drawn(row: RunRow) -> dict[str, Any]:
     """The picture of a row: days of its parts, and (seconds between saves, expected share that is not productive)."""
-    job, longest = row.job, 4 * math.log2(row.save_at_most / row.save_every)
-    grid = {max(1, round(row.save_every * 2 ** (k / 4))) for k in range(-12, math.ceil(max(20, longest)))}
+    job, longest = row.job, 4 * math.log2(row.save_every / row.save_optimum)
+    grid = {max(1, round(row.save_optimum * 2 ** (k / 4))) for k in range(-12, math.ceil(max(20, longest)))}
 
     def point(every: int) -> tuple[float, float]:
         return every * job.step + job.save, 1 - job.step * job.steps / job.expected(every)
 
-    curve = [point(n) for n in sorted(grid | {row.save_every, row.save_at_most}) if n <= job.steps]
-    points = {"best": point(row.save_every), "longest": point(row.save_at_most), "curve": curve}
+    curve = [point(n) for n in sorted(grid | {row.save_optimum, row.save_every}) if n <= job.steps]
+    points = {"best": point(row.save_optimum), "longest": point(row.save_every), "curve": curve}
     return {"name": row.where, "parts": [x / DAY for x in row.parts], **points}
 
 
@@ -407,8 +408,8 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
         fits=fits(plan) is not False,
         job=job,
         checkpoint_bytes=size,
-        save_every=every,
-        save_at_most=job.longest_interval(MAX_SAVE_LOSS),
+        save_optimum=every,
+        save_every=job.longest_interval(MAX_SAVE_LOSS),
         days=Percentiles.of(out.seconds / DAY),
         goodput=Percentiles.of(productive / out.seconds),
         failures=Percentiles.of(out.failures),
