@@ -63,9 +63,8 @@ class Document:
 
 def shown_text(shown: Any, stream: TextIO | None = None) -> str:
     """A rich renderable as text for a stream, by default standard output, with its width and colours (:mod:`console`)."""
-    if stream is None:
-        stream = sys.stdout
-    return plain(shown, columns(stream), has_colours(stream))
+    out: TextIO = sys.stdout if stream is None else stream
+    return plain(shown, columns(out), has_colours(out))
 
 
 def plain(shown: Any, width: int = PLAIN_WIDTH, colour: bool = False) -> str:
