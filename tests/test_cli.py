@@ -816,7 +816,7 @@ def test_the_commands_are_listed_in_groups(capsys):
         (["--verzion", "plan", "TARGET"], "error: there is no option --verzion; did you mean --version?\n"),
         (["plan", "TARGET", "--mesh", "data=4,", "model=2"], "error: `model=2` belongs to no option: quote a value"),
         (["plan", "TARGET", "--lowering", "jitt"], "there is no --lowering `jitt`; did you mean `jit`?"),
-        (["diff"], "error: TARGET is missing: file.py:function"),
+        (["diff"], "error: missing: TARGET, file.py:function"),
     ],
 )
 def test_misspelled_words_of_a_command_line(words, text, capsys):

@@ -153,7 +153,7 @@ FLAG_GROUPS = {
 }
 """Groups of flags in the help of a command, after the flags that say what to plan."""
 MORE = "`meshpar COMMAND --help` lists the options of a command; `meshpar --version` prints the version."
-MISSING = "TARGET is missing: file.py:function or package.module:function, such as examples/llama.py:tiny"
+MISSING = "missing: TARGET, file.py:function or package.module:function, such as examples/llama.py:tiny"
 PROGRESS_SECONDS = 15
 """Seconds between the lines of progress that a command writes to a file or pipe."""
 INTS = 8
@@ -213,7 +213,11 @@ def _grouped(parser: argparse.ArgumentParser) -> Add:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one sentence, with the similar word for a misspelled one."""
+    """A parser whose help is wrapped (:class:`_Help`), and whose errors are one sentence, with the word that a misspelled one is
+    similar to."""
+
+    def __init__(self, *name: str, **options: Any):
+        super().__init__(*name, **{"formatter_class": _Help, **options})
 
     def error(self, message: str) -> NoReturn:
         """Print ``message``, in the words of argparse, and where the flags are listed; exit with status 2."""
@@ -223,7 +227,11 @@ class _Parser(argparse.ArgumentParser):
             what = argument if argument.startswith("-") else "command"
             similar = did_you_mean(word, re.findall(r"[\w-]+", choices), "values")[0]
             message = f"there is no {what} `{word}`; {similar}"
-        message = message.replace("the following arguments are required: TARGET", MISSING)
+        message = (
+            message.replace("the following arguments are required", "missing")
+            .replace("missing: TARGET", MISSING)
+            .removesuffix(", …")
+        )
         text = Text.assemble(
             ("error", "bold red"), f": {message}\n", (f"{self.prog} --help", "green"), " lists the options"
         )
@@ -264,21 +272,22 @@ def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoR
     flags = [flag for action in sub._actions for flag in action.option_strings if flag.startswith("--")]
     wrong = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
     if wrong is None:
-        sub.error(f'`{unknown[0]}` belongs to no option: quote a value with spaces, --mesh "data=4, model=2"')
+        quoted = ': quote a value with spaces, --mesh "data=4, model=2"' * ("=" in unknown[0])
+        sub.error(f"`{unknown[0]}` belongs to no option{quoted}")
     sub.error(f"there is no option {wrong}" + "".join(f"; did you mean {flag}?" for flag in near(wrong, flags)[:1]))
 
 
 def _parser() -> _CommandParser:
     """The parser of all commands; ``run`` of the namespace that it returns is the command's function."""
-    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=_Help)
+    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
     for name, (run, add_arguments, about) in COMMANDS.items():
         description = f"{about[0].upper()}{about[1:]}."
-        sub = commands.add_parser(name, help=about, description=description, epilog=EXIT, formatter_class=_Help)
+        sub = commands.add_parser(name, help=about, description=description, epilog=EXIT)
         # other commands leave accelerators to other processes
-        sub.set_defaults(run=run, accelerator=name == "calibrate")
+        sub.set_defaults(run=run, accelerator=name == "calibrate", said=set())
         sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
         add = _grouped(sub)
         add_arguments(add)
@@ -859,7 +868,9 @@ def _donated(args: argparse.Namespace, target: Target) -> list[str]:
 
 
 def _say(args: argparse.Namespace, text: str) -> None:
-    if not args.json:
+    """Print a line to stderr, once."""
+    if not args.json and text not in args.said:
+        args.said.add(text)
         print(text, file=sys.stderr)
 
 

@@ -182,7 +182,7 @@ class Picture:
             text.append("\n")
         text.append(f"{'':>{width}} └{'─' * columns}\n", "dim")
         text.append(f"{'':>{width + 2}}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time\n", "dim")
-        front = [("A┄", "blue"), (" Pareto front  ", "dim")] if self.front else []
+        front = [("A┄", "blue"), (" Pareto front  ", "dim")] if len(letters) > 1 else []
         legend = [("★", "bold"), (" chosen  ", "dim"), *front, (f"· {self.others}  ", "dim")]
         legend += [("─", "red"), (" usable memory", "dim")]
         return text.append_text(Text.assemble(" " * (width + 2), *legend))
