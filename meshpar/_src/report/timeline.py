@@ -28,6 +28,8 @@ from . import facts
 FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 COMPUTE, LOOP, HOST = "compute", "loop", "host link"
 """Lanes of a timeline; the others are the networks of collectives (:func:`network_of`)."""
+BUBBLE = "pipeline bubble"
+"""Part of a step: the idle slots of its pipelines."""
 MIN_SHARE = 0.02
 """Of the step's time, of the parts that a verdict lists."""
 MAX_EVENTS = 400_000
@@ -205,7 +207,7 @@ def step_bounds(plan: Plan) -> list[tuple[str, float]]:
     for op in time.ops:
         seconds, bubble = op.seconds * op.count, idle if op.count > 1 else 0.0  # in loops over ticks
         parts[_unit(op)] += seconds * (1 - bubble)
-        parts["pipeline bubble"] += seconds * bubble
+        parts[BUBBLE] += seconds * bubble
     for span, runs in line.walk():
         over = f"exposed communication over {'+'.join(span.axes)}" if span.axes else "copies to and from the host"
         parts[over] += span.exposed * runs

@@ -83,23 +83,24 @@ class Picture:
     def others(self) -> str:
         """The legend of the plans without a letter, with the number of those that are too slow to be drawn."""
         slower = len({*self.plans, *(r.cost for r in self.rows)}) - len(self.points)
-        return "other plans" + f" ({slower} slower ones are not drawn)" * bool(slower)
+        return "other plans" + f" ({slower} slower {'one is' if slower == 1 else 'ones are'} not drawn)" * bool(slower)
 
     @property
     def front(self) -> list[tuple[float, float]]:
         """The corners of the Pareto front as a line."""
-        front = [r.cost for r in self.letters if r in self.shown]
+        front = [r.cost for r in self._front_rows if r in self.shown]
         return [*(at for a, b in itertools.pairwise(front) for at in (a, (b[0], a[1]))), *front[-1:]]
 
     @functools.cached_property
-    def letters(self) -> dict[Row, str]:
-        """Labels A, B, … of the Pareto front, the shortest candidate that fits first."""
-        front = sorted((r for r in self.rows if r.front and r.fits >= self.best.fits), key=lambda r: r.seconds)
-        return {row: chr(ord("A") + k) for k, row in enumerate(front[:26])}
+    def _front_rows(self) -> list[Row]:
+        """The Pareto front, the shortest candidate that fits first."""
+        return sorted((r for r in self.rows if r.front and r.fits >= self.best.fits), key=lambda r: r.seconds)[:26]
 
-    def mark(self, row: Row) -> str:
-        """The label of a candidate: its letter, after ``★`` for the best."""
-        return "★ " * (row == self.best) + self.letters.get(row, "")
+    @functools.cached_property
+    def letters(self) -> dict[Row, str]:
+        """The labels: ``★`` of the best; A, B, … of the others on the Pareto front."""
+        others = (row for row in self._front_rows if row != self.best)
+        return {self.best: "★", **{row: chr(ord("A") + k) for k, row in enumerate(others)}}
 
     def drawing(self, listed: Collection[Row] = ()) -> str:
         """The plot as SVG: logarithmic axes, a line at the usable memory, the Pareto front connected. The points of the
@@ -166,9 +167,8 @@ class Picture:
             grid[line][column] = ("·", "dim")
         letters = self.letters
         labelled: set[tuple[int, int]] = set()
-        for row in sorted(rows, key=lambda r: r != self.best):
-            label = "★" if row == self.best else letters.get(row)
-            if label is not None:
+        for row, label in letters.items():
+            if row in rows:
                 line, column = cell = _nearest_free(cell_of(row.cost), labelled)
                 labelled.add(cell)
                 grid[line][column] = (label, "bold" if row == self.best else "blue")
@@ -182,13 +182,9 @@ class Picture:
             text.append("\n")
         text.append(f"{'':>{width}} └{'─' * columns}\n", "dim")
         text.append(f"{'':>{width + 2}}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time\n", "dim")
-        front = [("A┄", "blue"), (" Pareto front  ", "dim")] if letters else []
-        chosen = [
-            ("★", "bold"),
-            (f" {letters[self.best]}" if self.best in letters else "", "blue"),
-            (" chosen  ", "dim"),
-        ]
-        legend = [*chosen, *front, (f"· {self.others}  ", "dim"), ("─", "red"), (" usable memory", "dim")]
+        front = [("A┄", "blue"), (" Pareto front  ", "dim")] if self.front else []
+        legend = [("★", "bold"), (" chosen  ", "dim"), *front, (f"· {self.others}  ", "dim")]
+        legend += [("─", "red"), (" usable memory", "dim")]
         return text.append_text(Text.assemble(" " * (width + 2), *legend))
 
 
