@@ -10,6 +10,7 @@ from ..plan.plan import Plan
 from ..program.pipeline import Pipeline, Schedule
 from ..units import format_bytes
 from .tables import html_picture
+from .timeline import BUBBLE, step_bounds
 
 MAX_TICKS = 96
 """Ticks that a picture in the terminal shows."""
@@ -27,28 +28,38 @@ def pipeline_section(plan: Plan) -> list[Text]:
     out: list[Text] = []
     for p in plan.pipelines:
         schedule = p.schedule
-        out.append(Text.assemble(("pipeline", "bold"), "  {}\n    {}".format(*_facts(p))))
+        out.append(Text.assemble(("pipeline", "bold"), "  {}\n    {}".format(*_facts(plan, p))))
         if schedule.microbatches > 1:
             out.append(Text(picture(schedule), style="dim"))
     return out
 
 
-def _facts(p: Pipeline) -> tuple[str, str]:
-    """(layers, stages, microbatches and schedule; ticks, bubble, microbatches in flight and bytes) of a pipeline, as text."""
-    rounds = f"{p.schedule.rounds} rounds, " if p.schedule.rounds > 1 else ""
+def _facts(plan: Plan, p: Pipeline) -> tuple[str, str]:
+    """(layers, stages, microbatches and schedule; ticks, bubble, microbatches in flight and bytes) of a pipeline, as text.
+
+    The bubble is the idle slots: of all slots of a stage, and, with a chip, of the step.
+    """
+    schedule, bounds, fraction = p.schedule, dict(step_bounds(plan)), f"{100 * p.bubble:.1f} %"
+    slots = sum(map(schedule.slots, range(schedule.loops)))
+    share = f", {100 * bounds[BUBBLE] / plan.seconds:.0f} % of the step" if BUBBLE in bounds else ""
+    rounds = f"{p.rounds} rounds, " if p.rounds > 1 else ""
     once = ", weights gathered once a step" if p.gather == "step" else ""
     return (
-        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {rounds}{p.microbatches} microbatches, {p.schedule.name}",
-        f"{p.ticks} ticks, bubble {100 * p.bubble:.1f} %, {p.in_flight:g} microbatches in flight, "
-        f"{format_bytes(p.bytes_between_stages)} between stages{once}",
+        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {rounds}{_microbatches(p.microbatches)}, {schedule.name}",
+        f"{p.ticks} ticks; bubble: {p.bubble * slots:.0f} of the {slots} slots of a stage are idle ({fraction}){share}; "
+        f"{_microbatches(p.in_flight)} in flight, {format_bytes(p.bytes_between_stages)} between stages{once}",
     )
+
+
+def _microbatches(n: float) -> str:
+    return f"{n:g} microbatch{'es' * (n != 1)}"
 
 
 def pipelines_html(plan: Plan) -> str:
     """Each pipeline with its numbers and its picture, as HTML; "" without pipelines."""
     out = ""
     for p in plan.pipelines:
-        first, second = _facts(p)
+        first, second = _facts(plan, p)
         out += f"<p><b>{escape(first)}</b><br>{escape(second)}</p>" + (_slots(p) if p.microbatches > 1 else "")
     return out
 
@@ -60,7 +71,7 @@ def _slots(p: Pipeline) -> str:
         ticks = range(start, start + schedule.slots(i))
         rows = [[schedule.slot(i, k, t) for t in ticks] for k in range(schedule.stages)]
         loops.append({"kind": KINDS[schedule.order[i]][1:], "start": start, "rows": rows})
-    about = f"{p.stages} stages by {p.ticks} ticks of {schedule.name}, bubble {100 * p.bubble:.1f} %"
+    about = f"{p.stages} stages by {p.ticks} ticks of {schedule.name}, {100 * p.bubble:.1f} % of the slots are idle"
     data = {"stages": p.stages, "ticks": p.ticks, "rounds": p.rounds, "loops": loops}
     return html_picture("drawPipeline", about, data)
 

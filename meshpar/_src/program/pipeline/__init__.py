@@ -76,7 +76,7 @@ class Pipeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the layers' time in which a stage is idle."""
+        """The fraction of a stage's slots that are idle."""
         return float(self.schedule.bubble)
 
     @property
