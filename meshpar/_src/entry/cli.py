@@ -256,6 +256,7 @@ class CommandParser(_Parser):
         """The first sentence of the description of a command, in one line."""
         return re.split(r"(?<=\.) ", " ".join((self.commands[name].description or "").split()))[0]
 
+
 def _refuse(parser: CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
     """Exit with an error for unknown words of a command line, with the flags that are similar."""
     sub = parser.commands.get(command, parser)
