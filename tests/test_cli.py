@@ -22,7 +22,7 @@ from rich.ansi import AnsiDecoder
 
 import meshpar as mp
 from meshpar._src.entry import cli
-from meshpar._src.entry.cli import GROUPS, _parser, main
+from meshpar._src.entry.cli import GROUPS, command_parser, main
 from meshpar._src.entry.target import concrete, load_target, parse_options
 from meshpar._src.lab.lab import Lab
 from meshpar._src.units import format_memory
@@ -302,9 +302,7 @@ def test_names_of_a_target_without_dims(run, tmp_path):
 
 
 def test_other_names_for_those_of_the_model():
-    from meshpar._src.entry.cli import _parser
-
-    args = _parser().parse_args(["plan", "file.py:step", "--names", "act_batch = batch, act_emb=_"])
+    args = command_parser().parse_args(["plan", "file.py:step", "--names", "act_batch = batch, act_emb=_"])
     assert args.names == {"act_batch": "batch", "act_emb": "_"}
 
 
@@ -720,7 +718,7 @@ def test_an_option_arrives(run, monkeypatch, tmp_path, command, text, keyword, v
 
 def test_every_option_has_a_row():
     for command, cases in OPTIONS.items():
-        flags = {s for action in _parser().commands[command]._actions for s in action.option_strings}
+        flags = {s for action in command_parser().commands[command]._actions for s in action.option_strings}
         shown = {word for text, _, _ in cases for word in text.split() if word.startswith("--")}
         own = ELSEWHERE | ({"--calibration"} if command == "calibrate" else set())  # the file that it writes
         assert {s for s in flags if s.startswith("--")} - own == shown, command
@@ -802,7 +800,7 @@ def test_the_commands_are_listed_in_groups(capsys):
     text = capsys.readouterr().out
     groups = [text.index(f"{group}:") for group in GROUPS]
     assert groups == sorted(groups)
-    assert {name for names in GROUPS.values() for name in names} == set(_parser().commands)
+    assert {name for names in GROUPS.values() for name in names} == set(command_parser().commands)
     assert all(f"\n  {name} " in text for names in GROUPS.values() for name in names)
     assert "exit status: 0: success; 1: the answer is no" in text
 

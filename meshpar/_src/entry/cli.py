@@ -94,7 +94,7 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     starting.clear()
-    parser = _parser()
+    parser = command_parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
         print(START)
@@ -239,7 +239,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2)
 
 
-class _CommandParser(_Parser):
+class CommandParser(_Parser):
     """The parser of all commands: its help lists them in groups.
 
     Attributes:
@@ -254,19 +254,18 @@ class _CommandParser(_Parser):
         for group, commands in GROUPS.items():
             lines.append(f"{group}:")
             for name in commands:
-                about = _first_sentence(self.commands[name].description or "")
-                lines += textwrap.wrap(f"  {name:<{names}}  {about}", width, subsequent_indent=" " * (names + 4))
+                about = f"  {name:<{names}}  {self.about(name)}"
+                lines += textwrap.wrap(about, width, subsequent_indent=" " * (names + 4))
             lines.append("")
         below = "\n\n".join((DESCRIPTION.strip("\n"), MORE, EXIT))
         return "\n".join([*lines, _Help("meshpar", width=width)._fill_text(below, width, ""), ""])
 
+    def about(self, name: str) -> str:
+        """The first sentence of the description of a command, in one line."""
+        return re.split(r"(?<=\.) ", " ".join((self.commands[name].description or "").split()))[0]
 
-def _first_sentence(text: str) -> str:
-    """The first sentence of a description, in one line."""
-    return re.split(r"(?<=\.) ", " ".join(text.split()))[0]
 
-
-def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
+def _refuse(parser: CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
     """Exit with an error for unknown words of a command line, with the flags that are similar."""
     sub = parser.commands.get(command, parser)
     flags = [flag for action in sub._actions for flag in action.option_strings if flag.startswith("--")]
@@ -277,9 +276,9 @@ def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoR
     sub.error(f"there is no option {wrong}" + "".join(f"; did you mean {flag}?" for flag in near(wrong, flags)[:1]))
 
 
-def _parser() -> _CommandParser:
+def command_parser() -> CommandParser:
     """The parser of all commands; ``run`` of the namespace that it returns is the command's function."""
-    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT)
+    parser = CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 

@@ -31,7 +31,10 @@ MAX_OPEN_COLLECTIVES = 12
 NOT_ESTIMATED = "not estimated: no topology"
 NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. A collective over several axes has the colour of the first."
-PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
+PIPELINE = (
+    "A column is a tick. In a tick a stage has a slot for each pass (forward above, backward below): it runs its layers for one "
+    "microbatch, or is idle. The bubble is the idle slots: their fraction of the slots, and of the step, which has other parts."
+)
 RULES = (
     "Rules in order: an axis goes to the first rule whose dim is present{}. Point at a rule to highlight the arguments that "
     "it shards."
@@ -46,7 +49,10 @@ MEMORY = (
     "Live bytes after each kernel of a step, by kind. The horizontal axis is the order of the kernels, not time: each has the same "
     "width, and the body of a loop is shown once. Point at it, or press the arrow keys, for a kernel."
 )
-ROOFLINE = "FLOP/s of the estimate, recomputation included; for the step, waiting included. Larger circles take more of the step."
+ROOFLINE = (
+    "The line is the most that the chip can do. A grey circle is a kernel; larger ones take more of the step. FLOP/s are of the "
+    "estimate, recomputation included; for the step, waiting included."
+)
 """The content of the sections of a page."""
 
 

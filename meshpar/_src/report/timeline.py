@@ -110,7 +110,7 @@ def timeline(plan: Plan) -> Timeline | None:
     time = time_of(plan)
     if time is None:
         return None
-    out = _timeline(plan, computation_of(plan))
+    out = timeline_of(plan, computation_of(plan))
     for name, axes, cause, origin, seconds in unscheduled_seconds(plan):
         lane, source = network_of(plan, axes), line_of(origin)
         out.spans.append(Span(lane, name, out.seconds, seconds, OPTIMIZER, axes, "", source, 0.0, cause, seconds))
@@ -145,8 +145,8 @@ def _in_order(plan: Plan, computation: Computation, outermost: int | None = None
             yield from _in_order(plan, body, index)
 
 
-def _timeline(plan: Plan, computation: Computation) -> Timeline:
-    """The timeline of a run of a computation, from its schedule."""
+def timeline_of(plan: Plan, computation: Computation) -> Timeline:
+    """The timeline of a run of a computation, from its schedule; the spans of its transfers are in their order."""
     schedule, times, phases = schedules(plan)[computation], kernel_times(plan), kernel_phases(plan)
     out = Timeline(schedule.seconds)
 
@@ -157,7 +157,7 @@ def _timeline(plan: Plan, computation: Computation) -> Timeline:
     for kernel, begin in zip(schedule.kernels, schedule.starts, strict=True):
         now, phase, source = begin, phases[kernel], line_of(kernel.origin)
         for body in kernel.bodies:
-            inner, trips = _timeline(plan, body), 1 if body.trip_count is None else body.trip_count
+            inner, trips = timeline_of(plan, body), 1 if body.trip_count is None else body.trip_count
             name = plan.loop_name(kernel.step) if isinstance(kernel.step, Loop) else kernel.origin_name
             loop = Span(LOOP, name, now, trips * inner.seconds, phase, source=source, trips=trips, body=inner)
             out.spans += [loop] if loop.seconds else []

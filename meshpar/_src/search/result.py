@@ -165,12 +165,12 @@ class Search(Document):
     def _listed(self, most: int) -> list[Row]:
         """The first ``most`` candidates; of the others, each known scheme on its best mesh, and those with a letter in the plot."""
         named = {r.name: r for r in reversed(self.rows) if r.name}
-        letters = self._picture.letters
-        return [r for k, r in enumerate(self.rows) if k < most or named.get(r.name) is r or r in letters]
+        labels = self._picture.labels
+        return [r for k, r in enumerate(self.rows) if k < most or named.get(r.name) is r or r in labels]
 
     def _table(self, rows: Iterable[Row]) -> Table:
         """The table of candidates: time, peak memory, bytes sent, mesh and layout."""
-        cells, styles, ids = [], self._styles, []
+        cells, styles, ids, labels = [], self._styles, [], self._picture.labels
         for row in rows:
             ids.append(f'id="plan-{self.rows.index(row)}"')
             marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled]))
@@ -185,7 +185,7 @@ class Search(Document):
             sent = number(format_bytes(row.sent), row.sent, css="more")
             mfu = number(f"{100 * row.mfu:.0f} %", row.mfu, css="more")
             choice = Cell(shown.plain, markup=where, terminal=shown)
-            cells.append([Cell(self._picture.letters.get(row, "")), seconds, mfu, memory, sent, choice])
+            cells.append([Cell(labels.get(row, "")), seconds, mfu, memory, sent, choice])
         columns = [("", ""), ("step", "n"), ("MFU", "n more"), ("peak", "n"), ("sends", "n more")]
         return Table([*columns, ("mesh, why it is not chosen, layout", "")], cells, attributes=ids)
 
