@@ -50,7 +50,8 @@ def _facts(plan: Plan, p: Pipeline) -> tuple[str, ...]:
     rounds = f"{p.schedule.rounds} rounds, " if p.schedule.rounds > 1 else ""
     once = ", weights gathered once a step" if p.gather == "step" else ""
     return (
-        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {rounds}{_microbatches(p.microbatches)}, {p.schedule.name}",
+        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {rounds}"
+        f"{_microbatches(p.microbatches)}, {p.schedule.name}",
         bubble_text(plan, p),
         f"{p.ticks} ticks, {_microbatches(p.in_flight)} in flight, {format_bytes(p.bytes_between_stages)} between stages{once}",
     )
