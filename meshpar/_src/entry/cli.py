@@ -307,16 +307,17 @@ def command_parser() -> CommandParser:
     return parser
 
 
-def _machine_and_layout(add: Add, topology: str = TOPOLOGY) -> None:
+def _one_plan(add: Add, topology: str = TOPOLOGY) -> None:
+    """Add the arguments of a command that plans once."""
     add("--mesh", help=MESH)
     add("--layout", help=LAYOUT)
     add("--topology", help=topology)
+    add_flags(add, StepOptions)
 
 
 def _plan_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar plan``."""
-    _machine_and_layout(add)
-    add_flags(add, StepOptions)
+    _one_plan(add)
     add("--html", metavar="FILE", help="write the plan as an HTML page")
     add("--open", action="store_true", help="open the page in the browser (with --html)")
     tokens = "the step generates a token of each sequence of this dim (batch): add its rates"
@@ -338,8 +339,7 @@ def _run_plan_arguments(add: Add) -> None:
 
 
 def _lab_arguments(add: Add) -> None:
-    _machine_and_layout(add)
-    add_flags(add, StepOptions)
+    _one_plan(add)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
     add(
         "--no-browser",
@@ -349,8 +349,7 @@ def _lab_arguments(add: Add) -> None:
 
 
 def _compile_arguments(add: Add) -> None:
-    _machine_and_layout(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
-    add_flags(add, StepOptions)
+    _one_plan(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
     add("--html", metavar="FILE", help="write the comparison with the plan, and the collectives, as an HTML page")
 
@@ -387,12 +386,6 @@ def _check_arguments(add: Add) -> None:
     add("--lowering", dest="lowerings", choices=lowerings, default="auto", help="as for plan, or both (%(default)s)")
     add_flags(add, StepOptions, without=["lowering", "donate_argnames"])
     _numbers(add)
-
-
-def _prove_arguments(add: Add) -> None:
-    """Add the arguments of ``meshpar prove``."""
-    _machine_and_layout(add)
-    add_flags(add, StepOptions)
 
 
 def _names_arguments(add: Add) -> None:
@@ -479,11 +472,7 @@ def _show_next(line: str) -> None:
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """A context in which SIGTERM is an interrupt, after which a search returns the best candidate up to then."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
@@ -673,7 +662,7 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-@_command(_prove_arguments, "prove that the per-device program computes the step as written; nothing runs")
+@_command(_one_plan, "prove that the per-device program computes the step as written; nothing runs")
 def _prove(args: argparse.Namespace) -> int:
     """``meshpar prove``: print the proof of the target under a layout; exit status 1 if a result is not proven."""
     target = _target(args)
@@ -687,17 +676,14 @@ def _prove(args: argparse.Namespace) -> int:
 @_command(_diff_arguments, "two plans next to each other: other layouts, or other meshes")
 def _diff(args: argparse.Namespace) -> int:
     """``meshpar diff``: print the differences between two plans of the target; exit status 0."""
-    target, sides = _target(args), []
-    for values in (args.mesh, args.topology, args.layout):
-        if values is not None and len(values) > 2:
-            raise TargetError(
-                "diff compares two plans: --mesh, --topology and --layout stand once or twice",
-                fixes=["at most two values of each; `meshpar search` compares many layouts"],
-            )
-        sides.append((None, None) if values is None else (values[0], values[-1]))
-    (mesh_a, mesh_b), (where_a, where_b), (layout_a, layout_b) = sides
-    a = _planned(args, target, mesh_a, where_a, layout_a)
-    b = _planned(args, target, mesh_b, where_b, layout_b)
+    given = [values or [None] for values in (args.mesh, args.topology, args.layout)]
+    if max(map(len, given)) > 2:
+        raise TargetError(
+            "diff compares two plans: --mesh, --topology and --layout stand once or twice",
+            fixes=["at most two values of each; `meshpar search` compares many layouts"],
+        )
+    target = _target(args)
+    a, b = (_planned(args, target, *(values[side] for values in given)) for side in (0, -1))
     _show(args, a.diff(b))
     return 0
 
@@ -801,11 +787,8 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layo
         where = parse_topology(topology)
         mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
         if where.slices > 1 and any(BETWEEN_SLICES in rule.axes for rule in mp.Layout(layout or "").rules):
-            each = where.devices // where.slices
-            mesh, what = (
-                f"{BETWEEN_SLICES}={where.slices}, data={each}",
-                f"the slices of {topology}, and one axis in each",
-            )
+            mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
+            what = f"the slices of {topology}, and one axis in each"
         _say(args, f"default  mesh: {mesh}, {what}")
     return mesh
 
