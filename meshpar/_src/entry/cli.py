@@ -216,8 +216,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose help is wrapped (:class:`_Help`), and whose errors are one sentence, with the word that a misspelled one is
     similar to."""
 
-    def __init__(self, *name: str, **options: Any):
-        super().__init__(*name, **{"formatter_class": _Help, **options})
+    def __init__(self, prog: str | None = None, **options: Any):
+        super().__init__(prog, **{"formatter_class": _Help, **options})
 
     def error(self, message: str) -> NoReturn:
         """Print ``message``, in the words of argparse, and where the flags are listed; exit with status 2."""
@@ -632,9 +632,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
-    layouts = [_layout(args, target, text) for text in args.layout or own] or [
-        _default_layout(args, target, mesh, None)
-    ]
+    layouts = _layouts(args, target, args.layout or own, mesh)
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
     found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
     if args.result:
@@ -649,8 +647,7 @@ def _check(args: argparse.Namespace) -> int:
     target = _concrete_target(args)
     default = f"data={args.devices}"
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
-    layouts = [_layout(args, target, text) for text in args.layout or ()]
-    layouts = layouts or [_default_layout(args, target, (meshes or [default])[0], None)]
+    layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
@@ -820,6 +817,11 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
             f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
         ],
     )
+
+
+def _layouts(args: argparse.Namespace, target: Target, given: Sequence[str] | None, mesh: str) -> list[str]:
+    """The texts of several layouts; without any, of the default one on a mesh."""
+    return [_layout(args, target, text) for text in given or ()] or [_default_layout(args, target, mesh, None)]
 
 
 def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topology: str | None) -> str:
