@@ -125,7 +125,7 @@ def test_what_bounds_a_step():
     assert bubble == pytest.approx(plan.pipeline.bubble * in_loops)
     schedule = plan.pipeline.schedule
     own = [schedule.slot(i, 0, schedule.starts[i] + k) for i in range(schedule.loops) for k in range(schedule.slots(i))]
-    said = f"{own.count(None)} of the {len(own)} slots of a stage are idle ({100 * own.count(None) / len(own):.1f} %), "
+    said = f"idle in {own.count(None)} of its {len(own)} slots, {100 * own.count(None) / len(own):.1f} % of the layers' time, "
     assert said + f"{100 * bubble / plan.seconds:.0f} % of the step" in " ".join(str(plan).split())
 
 
