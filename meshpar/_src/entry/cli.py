@@ -413,9 +413,7 @@ def _numbers(add: Add) -> None:
 # -- the commands
 
 
-@_command(
-    _plan_arguments, "memory, communication and time of a layout on each device, with their causes; nothing is compiled"
-)
+@_command(_plan_arguments, "memory, communication and time of a layout, with their causes; nothing is compiled")
 def _plan(args: argparse.Namespace) -> int:
     """``meshpar plan``: print or save a plan; exit status 1 if it exceeds the memory of the device."""
     if args.open and not args.html:
@@ -505,9 +503,7 @@ def _save_csv(plan: Plan, path: str) -> None:
             writer.writerow({**c.to_dict(), **more})
 
 
-@_command(
-    _run_plan_arguments, "days, cost, goodput and the best save interval of a training run, with failures of chips"
-)
+@_command(_run_plan_arguments, "days, cost, goodput and save interval of a training run, with failures of chips")
 def _run_plan(args: argparse.Namespace) -> int:
     """``meshpar run-plan``: forecast a run on several topologies; exit status 1 if the plan of none fits in memory."""
     topologies = [text.strip() for text in args.topologies.split(",") if text.strip()] or [""]
@@ -619,10 +615,7 @@ def _choices(text: str) -> tuple[str, list[Any]]:
     return key, [c[key] for c in chosen]
 
 
-@_command(
-    _calibrate_arguments,
-    "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
-)
+@_command(_calibrate_arguments, "run layouts on the attached devices, and fit the chip's efficiencies to their times")
 def _calibrate(args: argparse.Namespace) -> int:
     """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
     status 0."""
@@ -688,10 +681,7 @@ def _diff(args: argparse.Namespace) -> int:
 # -- shared by the commands
 
 
-@_command(
-    _names_arguments,
-    "the names of the dims of a step's arguments, and what shows them; where nobody gave one, inferred",
-)
+@_command(_names_arguments, "the names of the dims of a step's arguments, inferred where nobody gave one")
 def _names(args: argparse.Namespace) -> int:
     """``meshpar names``: print the name of each dim, its evidence and the arrays that have it; exit status 0."""
     target = _target(args)
