@@ -39,28 +39,24 @@ def _facts(plan: Plan, p: Pipeline) -> tuple[str, str]:
 
     The bubble is the idle slots: of all slots of a stage, and, with a chip, of the step.
     """
-    schedule, bounds, fraction = p.schedule, dict(step_bounds(plan)), f"{100 * p.bubble:.1f} %"
-    slots = sum(map(schedule.slots, range(schedule.loops)))
+    schedule, bounds, several = p.schedule, dict(step_bounds(plan)), "es" * (p.microbatches > 1)
+    idle, slots = 100 * p.bubble, sum(map(schedule.slots, range(schedule.loops)))
     share = f", {100 * bounds[BUBBLE] / plan.seconds:.0f} % of the step" if BUBBLE in bounds else ""
-    rounds = f"{p.rounds} rounds, " if p.rounds > 1 else ""
+    count = f"{p.rounds} rounds, " * (p.rounds > 1) + f"{p.microbatches} microbatch{several}"
     once = ", weights gathered once a step" if p.gather == "step" else ""
     return (
-        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {rounds}{_microbatches(p.microbatches)}, {schedule.name}",
-        f"{p.ticks} ticks; bubble: {p.bubble * slots:.0f} of the {slots} slots of a stage are idle ({fraction}){share}; "
-        f"{_microbatches(p.in_flight)} in flight, {format_bytes(p.bytes_between_stages)} between stages{once}",
+        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {count}, {schedule.name}",
+        f"{p.ticks} ticks; bubble: {p.bubble * slots:.0f} of the {slots} slots of a stage are idle ({idle:.1f} %){share}; "
+        f"{p.in_flight:g} microbatch{several} in flight, {format_bytes(p.bytes_between_stages)} between stages{once}",
     )
-
-
-def _microbatches(n: float) -> str:
-    return f"{n:g} microbatch{'es' * (n != 1)}"
 
 
 def pipelines_html(plan: Plan) -> str:
     """Each pipeline with its numbers and its picture, as HTML; "" without pipelines."""
     out = ""
     for p in plan.pipelines:
-        first, second = _facts(plan, p)
-        out += f"<p><b>{escape(first)}</b><br>{escape(second)}</p>" + (_slots(p) if p.microbatches > 1 else "")
+        facts = "<p><b>{}</b><br>{}</p>".format(*map(escape, _facts(plan, p)))
+        out += facts + (_slots(p) if p.microbatches > 1 else "")
     return out
 
 

@@ -129,9 +129,8 @@ class Picture:
         points = " ".join(f"{x(seconds):.1f},{y(peak):.1f}" for seconds, peak in self.front)
         out.append(f'<polyline points="{points}" fill="none" stroke="var(--a0)" stroke-width="1.5"/>')
         for row in sorted(rows, key=lambda r: (r == self.best, r in labels)):
-            best = row == self.best
-            colour = "var(--a1)" if best else "var(--a0)" if row in labels else "var(--none)"
-            radius = 6 if best else 4.5 if row in labels else 3
+            others = ("var(--a0)", 4.5) if row in labels else ("var(--none)", 3)
+            colour, radius = ("var(--a1)", 6) if row == self.best else others
             title = escape(_tooltip(row))
             link = f'href="#plan-{self.rows.index(row)}"' if row in listed else ""
             out.append(
