@@ -21,7 +21,7 @@ from .document import cell, page
 from .facts import RuleEffect
 from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
-from .sections import sections
+from .sections import remedies, sections
 from .tables import GROUP, Cell, Table, html_picture, key, number, prose
 from .timeline import step_bounds, step_notes, step_shares
 from .torus import TORUS, torus_picture
@@ -83,7 +83,7 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
-        *((section.title, section.html(), "") for section in sections(plan)),
+        *((section.title, section.html(), "") for section in (remedies(plan), *sections(plan))),
     ]
     return [section for section in every if section[1]]
 

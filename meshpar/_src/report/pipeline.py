@@ -28,52 +28,63 @@ def pipeline_section(plan: Plan) -> list[Text]:
     out: list[Text] = []
     for p in plan.pipelines:
         schedule = p.schedule
-        out.append(Text.assemble(("pipeline", "bold"), "  {}\n    {}".format(*_facts(plan, p))))
+        out.append(Text.assemble(("pipeline", "bold"), "  " + "\n    ".join(_facts(plan, p))))
         if schedule.microbatches > 1:
             out.append(Text(picture(schedule), style="dim"))
     return out
 
 
-def _facts(plan: Plan, p: Pipeline) -> tuple[str, str]:
-    """(layers, stages, microbatches and schedule; ticks, bubble, microbatches in flight and bytes) of a pipeline, as text.
+def bubble_text(plan: Plan, p: Pipeline) -> str:
+    """The bubble of a pipeline: the idle slots of a stage as a fraction of its slots, and with a chip the seconds of the plan's
+    pipelines in idle slots as a fraction of the step (:func:`step_bounds`)."""
+    slots, parts = p.schedule.all_slots, dict(step_bounds(plan))
+    step = f", {100 * parts[BUBBLE] / sum(parts.values()):.0f}\u00a0% of the step" if BUBBLE in parts else ""
+    idle = round(p.bubble * slots)
+    return (
+        f"bubble: a stage is idle in {idle} of its {slots} slots, {100 * p.bubble:.1f}\u00a0% of the layers' time{step}"
+    )
 
-    The bubble is the idle slots: of all slots of a stage, and, with a chip, of the step.
-    """
-    schedule, bounds, several = p.schedule, dict(step_bounds(plan)), "es" * (p.microbatches > 1)
-    idle, slots = 100 * p.bubble, sum(map(schedule.slots, range(schedule.loops)))
-    share = f", {100 * bounds[BUBBLE] / plan.seconds:.0f} % of the step" if BUBBLE in bounds else ""
-    count = f"{p.rounds} rounds, " * (p.rounds > 1) + f"{p.microbatches} microbatch{several}"
+
+def _facts(plan: Plan, p: Pipeline) -> tuple[str, ...]:
+    """(layers, stages, microbatches and schedule; bubble; ticks, microbatches in flight and bytes) of a pipeline, as text."""
+    stages = f"{p.stages} stages, " + f"{p.rounds} rounds, " * (p.rounds > 1)
     once = ", weights gathered once a step" if p.gather == "step" else ""
     return (
-        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {p.stages} stages, {count}, {schedule.name}",
-        f"{p.ticks} ticks; bubble: {p.bubble * slots:.0f} of the {slots} slots of a stage are idle ({idle:.1f} %){share}; "
-        f"{p.in_flight:g} microbatch{several} in flight, {format_bytes(p.bytes_between_stages)} between stages{once}",
+        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {stages}{_microbatches(p.microbatches)}, {p.schedule.name}",
+        bubble_text(plan, p),
+        f"{p.ticks} ticks, {_microbatches(p.in_flight)} in flight, {format_bytes(p.bytes_between_stages)} between stages{once}",
     )
+
+
+def _microbatches(n: float) -> str:
+    """``4 microbatches``, in the singular for 1."""
+    return f"{n:g} microbatch{'es' * (n != 1)}"
 
 
 def pipelines_html(plan: Plan) -> str:
     """Each pipeline with its numbers and its picture, as HTML; "" without pipelines."""
     out = ""
     for p in plan.pipelines:
-        facts = "<p><b>{}</b><br>{}</p>".format(*map(escape, _facts(plan, p)))
-        out += facts + (_slots(p) if p.microbatches > 1 else "")
+        first, *others = map(escape, _facts(plan, p))
+        out += f"<p><b>{first}</b><br>{'<br>'.join(others)}</p>" + (_slots(plan, p) if p.microbatches > 1 else "")
     return out
 
 
-def _slots(p: Pipeline) -> str:
+def _slots(plan: Plan, p: Pipeline) -> str:
     """The picture of the slots of each stage, with a line for each of its loops and a column per tick; None is an idle slot."""
     schedule, loops = p.schedule, []
     for i, start in enumerate(schedule.starts):
         ticks = range(start, start + schedule.slots(i))
         rows = [[schedule.slot(i, k, t) for t in ticks] for k in range(schedule.stages)]
         loops.append({"kind": KINDS[schedule.order[i]][1:], "start": start, "rows": rows})
-    about = f"{p.stages} stages by {p.ticks} ticks of {schedule.name}, {100 * p.bubble:.1f} % of the slots are idle"
+    about = f"{p.stages} stages by {p.ticks} ticks of {schedule.name}; {bubble_text(plan, p)}"
     data = {"stages": p.stages, "ticks": p.ticks, "rounds": p.rounds, "loops": loops}
     return html_picture("drawPipeline", about, data)
 
 
 def picture(schedule: Schedule) -> str:
-    """A line per stage with a character per tick: F forward, B backward, W weight gradients, X several of these, · no slot."""
+    """A line per stage with a character per tick for the slots that are not idle: F forward, B backward, W weight gradients, X
+    several of these, · none."""
     ticks = range(min(schedule.ticks, MAX_TICKS))
     cut = "…" if schedule.ticks > MAX_TICKS else ""
     lines = []
@@ -82,4 +93,4 @@ def picture(schedule: Schedule) -> str:
         marks = ["·" if not kinds else "X" if len(kinds) > 1 else kinds.pop() for kinds in active]
         lines.append(f"    stage {k:<3} " + "".join(marks) + cut)
     weights = ", W weight gradients, X several" if "W" in schedule.order else ", X both"
-    return "\n".join([*lines, f"    one column per tick: F forward, B backward{weights}, · idle"])
+    return "\n".join([*lines, f"    one column per tick, slots in it: F forward, B backward{weights}, · none"])

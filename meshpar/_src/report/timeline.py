@@ -29,7 +29,7 @@ FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 COMPUTE, LOOP, HOST = "compute", "loop", "host link"
 """Lanes of a timeline; the others are the networks of collectives (:func:`network_of`)."""
 BUBBLE = "pipeline bubble"
-"""The part of a step in which slots of pipelines are idle."""
+"""Part of a step: the idle slots of its pipelines."""
 MIN_SHARE = 0.02
 """Of the step's time, of the parts that a verdict lists."""
 MAX_EVENTS = 400_000

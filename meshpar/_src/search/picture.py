@@ -83,7 +83,7 @@ class Picture:
     def others(self) -> str:
         """The legend of the plans without a letter, with the number of those that are too slow to be drawn."""
         slower = len({*self.plans, *(r.cost for r in self.rows)}) - len(self.points)
-        return "other plans" + f" ({slower} slower ones are not drawn)" * bool(slower)
+        return "other plans" + f" ({slower} slower {'one is' if slower == 1 else 'ones are'} not drawn)" * bool(slower)
 
     @property
     def front(self) -> list[tuple[float, float]]:
@@ -122,7 +122,7 @@ class Picture:
         out += [_text(x(v), HEIGHT - BOTTOM + 15, format_seconds(v), "middle") for v in x.ticks()]
         out += [_text(LEFT - 6, y(v) + 4, format_memory(v), "end") for v in y.ticks(5)]
         out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step time", "middle"))
-        out.append(_text(LEFT + 8, 24, "peak memory of a device", "start"))
+        out.append(_text(0, 8, "peak memory of a device", "start"))
         labels = self.labels
         dots = (f'<circle cx="{x(seconds):.1f}" cy="{y(peak):.1f}" r="2"/>' for seconds, peak in self.points)
         out.append(f'<g fill="var(--none)" opacity="0.6">{"".join(dots)}</g>')

@@ -284,9 +284,10 @@ class Search(Document):
         """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and
         errors."""
         where = f"{self.name} on {self.topology}" if self.name else self.topology
-        head = Text.assemble(("search", "bold"), f"  {where}: {self._count}{self._calibrated}")
+        head = [Text.assemble(("search", "bold"), f"  {where}: {self._count}{self._calibrated}")]
         if not self.fits:
-            head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
+            fixes = [(Text("fix", "bold"), Text(hint, "green")) for hint in memory_hints(self.plan())]
+            head = [Text(self._misfit(), "bold red"), hanging(fixes), Text(), *head]
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS)
         more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
         lines = {
@@ -308,7 +309,7 @@ class Search(Document):
             len(rows) < len(self.rows)
         )
         texts = [Text(text, "dim") for text in (hidden, self._star, self._idle(rows)) if text]
-        return Group(head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *texts, *notes)
+        return Group(*head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *texts, *notes)
 
     @functools.cached_property
     def larger(self) -> tuple[str, str] | None:
@@ -346,10 +347,7 @@ class Search(Document):
         )
         if self.larger is not None:
             text += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
-        text += "".join(f"\nhint  {hint}" for hint in memory_hints(plan))
-        if self.early:
-            text += f"\nthe search ended early ({self.ended}): other layouts may fit"
-        return text
+        return text + f"; the search ended early ({self.ended}): other layouts may fit" * self.early
 
     @property
     def _count(self) -> str:
