@@ -125,10 +125,8 @@ def test_what_bounds_a_step():
     assert bubble == pytest.approx(plan.pipeline.bubble * in_loops)
     schedule = plan.pipeline.schedule
     own = [schedule.slot(i, 0, schedule.starts[i] + k) for i in range(schedule.loops) for k in range(schedule.slots(i))]
-    idle = (
-        f"in {own.count(None)} of its {len(own)} slots, {100 * own.count(None) / len(own):.1f} % of the layers' time, "
-    )
-    assert idle + f"{100 * bubble / plan.seconds:.0f} % of the step" in " ".join(str(plan).split())
+    said = f"idle in {own.count(None)} of its {len(own)} slots, {100 * own.count(None) / len(own):.1f} % of the layers' time, "
+    assert said + f"{100 * bubble / plan.seconds:.0f} % of the step" in " ".join(str(plan).split())
 
 
 def test_the_slowest_kernel_has_its_place_its_calls_and_its_unit():

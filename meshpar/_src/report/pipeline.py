@@ -47,10 +47,11 @@ def bubble_text(plan: Plan, p: Pipeline) -> str:
 
 def _facts(plan: Plan, p: Pipeline) -> tuple[str, ...]:
     """(layers, stages, microbatches and schedule; bubble; ticks, microbatches in flight and bytes) of a pipeline, as text."""
-    stages = f"{p.stages} stages, " + f"{p.rounds} rounds, " * (p.rounds > 1)
+    rounds = f"{p.schedule.rounds} rounds, " if p.schedule.rounds > 1 else ""
+    split = f"{p.stages} stages, {rounds}{_microbatches(p.microbatches)}"
     once = ", weights gathered once a step" if p.gather == "step" else ""
     return (
-        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {stages}{_microbatches(p.microbatches)}, {p.schedule.name}",
+        f"{p.layers} {p.dim} over {'+'.join(p.axes)}: {split}, {p.schedule.name}",
         bubble_text(plan, p),
         f"{p.ticks} ticks, {_microbatches(p.in_flight)} in flight, {format_bytes(p.bytes_between_stages)} between stages{once}",
     )
