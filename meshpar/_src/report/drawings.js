@@ -203,8 +203,8 @@ function layerNodes({ inputs, weights, steps, dims }) {
       step.makes.forEach((shard) => made.set(shard, node));
     }
   }
-  const feeds = (node) => nodes.some((other) => other.sources.has(node)) || node === nodes.at(-1);
-  const shown = nodes.filter((node) => node === start || (node.sources.size && (feeds(node) || node.weights.size || node.sends.length || node.ops.some(({ seconds }) => seconds))));
+  const names = (node) => node.ops.length && node.ops.every(({ op }) => op.startsWith("name")) && !nodes.some((other) => other.sources.has(node)); // computes nothing
+  const shown = nodes.filter((node) => node === start || (node.sources.size && !names(node)));
   const paths = shown.filter((node) => node.ops.length && node.path).map((node) => node.path.split("/"));
   const common = paths.length ? paths[0].findIndex((part, k) => paths.some((path) => path[k] !== part)) : 0;
   const gate = ([op, colour, axes, bytes, seconds, exposed, why]) => {
@@ -287,8 +287,10 @@ function layerPicture(place, nodes) {
   });
   const isGate = (node) => !node.part;
   const isSum = (node) => node.name === "add" && !node.weights.length && !node.gates.length;
+  const single = nodes.map((_, k) => level.filter((other) => other === level[k]).length === 1);
   const size = nodes.map((node, k) => {
     if (k === 0) return { w: 96, h: 22 };
+    if (isGate(node) && !single[k]) return { w: WIDTH, h: PILL * node.gates.length - 4 };
     if (isGate(node)) return { w: Math.max(...node.gates.map((gate) => gateText(gate).length * 6.4 + 24)), h: 22 + 25 * (node.gates.length - 1) };
     if (isSum(node)) return { w: 24, h: 24 };
     const rows = node.weights.reduce((n, w) => n + wrapped(w.dims, WIDTH - 16).length * LINE + w.gates.length * PILL + 5, 0);
@@ -342,7 +344,7 @@ function layerPicture(place, nodes) {
   nodes.forEach((node, k) => {
     const { x, y } = at[k], { w, h } = size[k];
     if (k === 0) boxes.push(name(k, "input of the layer"));
-    else if (isGate(node)) node.gates.forEach((gate, i) => boxes.push(pill(gate, x, y + 25 * i, w)));
+    else if (isGate(node)) node.gates.forEach((gate, i) => boxes.push(single[k] ? pill(gate, x, y + 25 * i, w) : pill(gate, x, y + PILL * i, w, 2)));
     else if (isSum(node)) boxes.push(make("circle", { cx: x, cy: y + 12, r: 11, fill: "var(--page)", stroke: "var(--ink)" }), make("text", { x, y: y + 17.5, "font-size": 17, "text-anchor": "middle", fill: "var(--ink)" }, "+"));
     else {
       const box = make("g", { class: "part" }, make("title", {}, node.about), make("rect", { x: x - w / 2, y, width: w, height: h, rx: 7, fill: "var(--soft)", stroke: "var(--ink)", "stroke-width": 1.2 }),
@@ -370,7 +372,7 @@ function layerPicture(place, nodes) {
     wire(`M${at[crossing].x} ${below}v${12 + LINE * wrapped(dims, space[0] / 2 - 8).length}`);
     labels.push(make("text", { x: at[crossing].x + 8, y: below + 16 + LINE * wrapped(dims, space[0] / 2 - 8).length, "font-size": 11.5, fill: "var(--dim)" }, "continues at the right"));
   }
-  const last = level.lastIndexOf(Math.max(...level));
+  const sum = nodes.findLastIndex((node, k) => isSum(node) && !readers[k].length), last = sum < 0 ? level.lastIndexOf(Math.max(...level)) : sum;
   wire(`M${at[last].x} ${at[last].y + size[last].h}v16`);
   labels.push(make("text", { x: at[last].x + 8, y: at[last].y + size[last].h + 16, "font-size": 11.5, fill: "var(--dim)" }, "output of the layer"));
   const width = begin[+(cut < levels.length)] + space[+(cut < levels.length)] + RIGHT, tall = Math.max(...bottoms) + 8;
