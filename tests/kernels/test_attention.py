@@ -171,9 +171,11 @@ def test_bfloat16():
 def test_one_device_needs_no_axis(implementation):
     arrays = draw(2)
     y, back = jax.vjp(
-        lambda *x: ring_attention(*x, None, causal=True, window=6, softcap=2.0, implementation=implementation, chunks=(7, 10)),
+        lambda *x: ring_attention(
+            *x, None, causal=True, window=6, softcap=2.0, implementation=implementation, chunks=(7, 10)
+        ),
         *(jnp.asarray(x) for x in arrays[:3]),
-    )  # fmt: skip
+    )
     expect({"local": (y, back(jnp.asarray(arrays[3])))}, arrays, causal=True, window=6, softcap=2.0)
 
 
@@ -286,8 +288,11 @@ def test_gradients_of_gathered_keys_go_round_rings_over_several_axes():
         for case, text in ((case, x.as_text()) for case, x in lowered.items())
     }
     assert rings == {
-        (both, None): (True, False), (both, "xla"): (False, True), (one, None): (False, True), (one, "ring"): (True, False),
-    }  # fmt: skip
+        (both, None): (True, False),
+        (both, "xla"): (False, True),
+        (one, None): (False, True),
+        (one, "ring"): (True, False),
+    }
     got, want = (lowered[both, s].compile()(q, k, v, read) for s in (None, "xla"))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

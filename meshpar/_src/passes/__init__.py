@@ -127,9 +127,12 @@ def with_passes(plan: Plan) -> Plan:
     lowering, overlap, reason = resolve_lowering(plan, request.lowering, request.overlap)
     check_choice("overlap", overlap, MODES, "modes")
     options = choose_options(
-        plan.chip, {c.op for c in plan.collectives}, request.options, request.compiler_options,
+        plan.chip,
+        {c.op for c in plan.collectives},
+        request.options,
+        request.compiler_options,
         lambda values: refused_options(plan.mesh, values),
-    )  # fmt: skip
+    )
     plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason, options=options)
     best = _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
     if plan.chip is None or request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):

@@ -98,13 +98,16 @@ CASES = {
 }  # fmt: skip
 WRONG = {
     "rows of a table": [lambda x: rows_of(x, 1)],
-    "slots of a cache": [lambda x, new: written_to(x, new, 1), lambda x, new: written_to(x, new, np.arange(4, dtype=np.int32))],
+    "slots of a cache": [
+        lambda x, new: written_to(x, new, 1),
+        lambda x, new: written_to(x, new, np.arange(4, dtype=np.int32)),
+    ],
     "random bits": [lambda x: bits_of(x, 1), lambda x: bits_of(x, 0)],
     "block": [lambda x: jnp.exp(x)[:2]],
     "iota": [lambda x: x * jnp.arange(2).astype(jnp.float32)[:, None]],
     "maximum": [lambda x: jnp.max(x, 0), lambda x: psum(jnp.max(x, 0)), lambda x: -lax.pmax(-jnp.max(x, 0), "data")],
     "contraction": [lambda x, w: lax.pmax(x @ w, "data"), lambda x, w: x @ w, lambda x, w: psum(x @ w) * 2],
-}  # fmt: skip
+}
 """Local forms that compute something else."""
 
 
