@@ -95,8 +95,8 @@ class Context:
         return self.positions(self.rank(), each) if given is None else given
 
     def all_positions(self, given: jax.Array | None, each: int) -> jax.Array:
-        """int32 positions of all devices' tokens, in the order of the devices; `given`: those of this device, if they
-        are an operand."""
+        """int32 positions of all devices' tokens, in the order of the devices; `given`: this device's, if they are an
+        operand."""
         if given is not None:
             return lax.all_gather(given, self.axes, tiled=True)
         total = each * self.devices

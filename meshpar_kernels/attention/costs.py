@@ -177,7 +177,7 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
 
 
 def _swaps(c: Context, q: Any, v: Any, segments: int, way: int) -> list[Sent]:
-    """The permutes of a balanced ring between mirrored devices. Those of operands are sent while the local keys attend."""
+    """The permutes of a balanced ring between mirrored devices. Operands are sent while the local keys attend."""
     if not c.balanced:
         return []
     rows, acc = (q.shape[0], q.shape[1] // 2, q.shape[2]), wide(q)

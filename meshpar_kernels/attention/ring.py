@@ -10,7 +10,7 @@ In the backward pass K and V are sent again, and their gradients with them, in f
 A causal mask gives the last device A times the work of the first one. A balanced ring (`Context.balanced`) therefore lets
 devices i and A - 1 - i exchange the second half of their queries, by one permute, and sends the results back by another.
 Every pair of halves has the same work, and with it every device. The queries travel while their own device's keys
-attend; so only those of other devices are seen elsewhere, all or none of each device, as in the contiguous ring. The
+attend; so elsewhere they see only keys of other devices, all or none of each device, as in the contiguous ring. The
 hops of one device differ in work: by a simulation without transfer times, 8 devices take 9/8 of the mean, since some
 wait for keys; with `both_ways=False` they take the mean.
 """
@@ -97,7 +97,7 @@ def legs(moving: Sequence[Stream], start: int, *, first_alone: bool = False) -> 
 
 
 def _load(moving: Sequence[Stream], keys: Keys, placed: bool) -> dict[int, Keys]:
-    """What each stream sends: keys, values, segment ids, and positions if they are `placed`."""
+    """The arrays of each stream: keys, values, segment ids, and positions if they are `placed`."""
 
     def part(x: jax.Array | None, s: Stream, axis: int = 1) -> Any:
         return None if x is None else lax.slice_in_dim(x, s.low, s.high, axis=axis)
@@ -148,14 +148,14 @@ def _cut(length: int) -> tuple[slice, slice]:
 
 
 def _elsewhere(c: Context, q: Queries, keys: Keys, each: int) -> Keys:
-    """The keys without those of the device of these queries, to which a balanced ring attends there."""
+    """The keys, but none of the device of these queries: a balanced ring attends to them there."""
     if not c.balanced:
         return keys
     return keys._replace(pos=jnp.where(keys.pos // each == q.pos[0] // each, NOWHERE, keys.pos))
 
 
 def _start(c: Context, x: Operands) -> tuple[list[Stream], Queries, Keys, dict[int, Keys], bool]:
-    """(streams, local queries, local keys, what the streams send first, whether keys are visible by `all_or_none`)."""
+    """(streams, local queries, local keys, the streams' first arrays, whether keys are visible by `all_or_none`)."""
     lengths = x.q.shape[1], x.k.shape[1]
     own, each = (c.own_positions(x.pos, n) for n in lengths)
     keys, moving = Keys(x.k, x.v, each, x.key_segments), streams(c, *lengths)

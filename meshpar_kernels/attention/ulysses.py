@@ -61,12 +61,12 @@ def _exchange(c: Context, x: Operands) -> Operands:
     """The operands of all tokens of the axes of `c` for this device's heads, by all-to-alls; K/V heads are repeated if
     there are fewer than devices."""
 
-    def whole(a: jax.Array | None, axis: int) -> jax.Array | None:
+    def gathered(a: jax.Array | None, axis: int) -> jax.Array | None:
         return None if a is None else lax.all_gather(a, c.axes, axis=axis, tiled=True)
 
     many = copies(x.k.shape[2], c.devices)
     k, v = (_to_heads(c, jnp.repeat(a, many, axis=2)) for a in (x.k, x.v))
-    return Operands(_to_heads(c, x.q), k, v, whole(x.q_seg, 1), whole(x.k_seg, 1), whole(x.pos, 0))
+    return Operands(_to_heads(c, x.q), k, v, gathered(x.q_seg, 1), gathered(x.k_seg, 1), gathered(x.pos, 0))
 
 
 def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:

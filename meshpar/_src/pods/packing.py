@@ -11,10 +11,10 @@ def balance(segment_ids: np.ndarray, devices: int, *, window: int | None = None,
     """The order of tokens in which causal attention to the documents of a batch costs each device of a sharded sequence the same.
 
     The sequence is cut into ``blocks`` blocks for each device. A block costs as many pairs of a query and a key of its document as
-    it has in all rows. The blocks are assigned to devices, the costliest first, each to the device with the least cost that has
-    room (PTRR; PyTorch's context parallelism does so too). Call it on the host for each batch, reorder every array of the batch
-    with a ``seq`` dim, and pass the order to the attention: it is also the positions of the tokens. The results are those of the
-    batch in its own order, reordered. Rows that a layout shards are balanced together, not each on its own devices.
+    it has in all rows. The blocks are assigned to devices, the costliest first, each to the device with the least cost that is not
+    full (PTRR; PyTorch's context parallelism does so too). Call it on the host for each batch, reorder every array of the batch
+    with a ``seq`` dim, and pass the order to the attention: it is also the positions of the tokens. The results equal the batch's
+    in its own order, reordered. Rows that a layout shards are balanced together, not each on its own devices.
 
     Args:
       segment_ids: int [batch, seq]: the document of each token.
