@@ -1,12 +1,13 @@
 """Costs of several processes, and recovery: saves, agreement, the watchdog, plans and compilation for 4,096 chips, kills.
 
-    python benchmarks/pods.py [--kills 6] [--only save,agree,watch,plan,compile,kill,memory]
+    python benchmarks/pods.py [--kills 6] [--only save,agree,watch,plan,compile,kill,memory,elastic]
 
 ``compile`` needs libtpu (`pip install "jax[tpu]"`), but no TPU; without it the row says so. CPU seconds are of
 all threads of a process. Everything runs on virtual CPU devices, groups of processes over Gloo.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -147,58 +148,96 @@ def compile_large() -> Iterator[Row]:
     yield what, f"{cpu:.0f} CPU s, {after.ru_maxrss / 1e6:.2f} GB", "≤ 40 CPU s, ≤ 2 GB"
 
 
-def kills(count: int, memory: bool = False) -> Iterator[Row]:
+RESTORED = {
+    "disk": ["--slices", "1"], "memory": ["--slices", "4"],
+    "memory, --elastic": ["--slices", "2", "--elastic", "slice", "--back", "8"],
+}  # fmt: skip
+"""How the state is restored → options of ``meshpar launch``."""
+
+
+def kills(count: int, first: int, how: str) -> Iterator[Row]:
     """Four processes of train_lm, one killed at a random moment, several times: losses compared with an undisturbed run.
 
     Args:
-      memory: restored from copies in the memory of the other processes; nothing is on disk. The killed one loses its own.
+      first: number of the first of these runs; a run with a number has the same victim and the same fraction of the time.
+      how: key of ``RESTORED``. Of copies in memory, nothing is on disk, and the killed process loses its own.
     """
-    rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        alone, length, _ = _trained(Path(folder, "alone"), None, memory)
-        worst, survived, restarts = 0.0, 0, 0
-        for k in range(count):
-            at = rng.uniform(0.05, 0.95) * length
-            losses, _, text = _trained(Path(folder, str(k)), (rng.randrange(4), at), memory)
+        alone, length, _, _ = _trained(Path(folder, "alone"), None, how)
+        worst, survived, restarts, lost = 0.0, 0, 0, []
+        for k in range(first, first + count):
+            rng = random.Random(k)
+            losses, _, text, times = _trained(
+                Path(folder, str(k)), (rng.randrange(4), rng.uniform(0.05, 0.95) * length), how
+            )
             restarts += text.count("starting again")
+            lost += times
             if losses is not None and losses.keys() == alone.keys():
                 survived += 1
                 worst = max(worst, *(abs(losses[n] - alone[n]) for n in alone))
             else:
                 print(text[-2000:], file=sys.stderr)
-    what = "train_lm, 4 processes, kill -9 of one" + ", restored from memory" * memory
+    what = f"train_lm, 4 processes, kill -9 of one, restored from {how}"
     yield f"{what}: runs of {count} that finish", f"{survived}, {restarts} restarts", "all"
     yield "largest difference of a step's loss", f"{worst:.1e}", "≤ 1e-5"
+    if lost:
+        yield "seconds from a kill to the next new step, without its compile", _range(lost), ""
 
 
-def _trained(folder: Path, kill: tuple[int, float] | None, memory: bool) -> tuple[dict[int, float], float, str]:
-    """(loss by step, seconds, output of the launcher) of one run; ``kill``: (process, seconds until it is killed)."""
+def _range(values: list[float]) -> str:
+    return f"{statistics.median(values):.1f} (largest {max(values):.1f})"
+
+
+def _trained(
+    folder: Path, kill: tuple[int, float] | None, how: str
+) -> tuple[dict[int, float] | None, float, str, list[float]]:
+    """(loss by step, seconds, output of the launcher, the seconds lost) of one run.
+
+    Args:
+      kill: (process, seconds until it is killed).
+      how: key of ``RESTORED``.
+    """
     folder.mkdir()
-    launch = [sys.executable, "-m", "meshpar", "launch", "-n", "4", "--devices", "8", "--restarts", "3"]
-    if memory:
-        launch += ["--slices", "4"]
-    script = [
-        "examples/train_lm.py",
-        *TRAIN,
-        "--steps",
-        "60",
-        "--every",
-        *(["1000", "--memory", "data"] if memory else ["10"]),
-    ]
-    files = ["--checkpoint", str(folder / "run"), "--metrics", str(folder / "losses")]
-    began = time.monotonic()
-    child = subprocess.Popen(
-        [*launch, *script, *files], cwd=ROOT, env=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    metrics, memory = folder / "losses", how != "disk"
+    launch = [sys.executable, "-m", "meshpar", "launch", "-n", "4", "--devices", "8", "--restarts", "3", *RESTORED[how]]
+    script = ["examples/train_lm.py", *TRAIN, "--checkpoint", str(folder / "run"), "--metrics", str(metrics)]
+    script += ["--every", "1000" if memory else "10", *(["--memory", "data"] if how == "memory" else [])]
+    if "elastic" in how:
+        layout = "batch: slice+data; heads, kv_heads?, mlp, vocab: model; embed: data"
+        script += ["--memory", "slice", "--mesh", "slice=2, data=2, model=2", "--layout", layout]
+    began, lost = time.monotonic(), []
+    with (folder / "output").open("w+") as output:
+        steps = "100" if "elastic" in how else "60"
+        child = subprocess.Popen([*launch, *script, "--steps", steps], cwd=ROOT, env=HERE, stdout=output, stderr=output)
+        if kill is not None:
+            process, seconds = kill
+            time.sleep(seconds)
+            for pid in _children(child.pid):
+                if f"MESHPAR_PROCESS={process}\0" in Path(f"/proc/{pid}/environ").read_text():
+                    os.kill(pid, signal.SIGKILL)
+            killed, before = time.monotonic(), _steps(metrics)
+            while child.poll() is None and max(_steps(metrics), default=0) <= max(before, default=0):
+                time.sleep(0.02)
+            new = [line for line in _lines(metrics)[len(before) :] if "tokens_per_s" in line]
+            if before and new:  # the first new line is of the step that compiles
+                lost.append(time.monotonic() - killed - 16 * 64 / new[0]["tokens_per_s"])
+        code = child.wait(timeout=600)
+        output.seek(0)
+        text = output.read()
+    losses = {line["step"]: line["loss"] for line in _lines(metrics) if "loss" in line} if code == 0 else None
+    return losses, time.monotonic() - began, text, lost
+
+
+def _lines(metrics: Path) -> list[dict[str, float]]:
+    return (
+        [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
+        if metrics.exists()
+        else []
     )
-    if kill is not None:
-        process, seconds = kill
-        time.sleep(seconds)
-        for pid in _children(child.pid):
-            if f"MESHPAR_PROCESS={process}\0" in Path(f"/proc/{pid}/environ").read_text():
-                os.kill(pid, signal.SIGKILL)
-    text, _ = child.communicate(timeout=600)
-    lines = [json.loads(line) for line in (folder / "losses").read_text().splitlines()] if child.returncode == 0 else []
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}, time.monotonic() - began, text
+
+
+def _steps(metrics: Path) -> list[int]:
+    return [int(line["step"]) for line in _lines(metrics)]
 
 
 def _children(pid: int) -> list[int]:
@@ -231,11 +270,13 @@ def _logs_of(script: str, processes: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--only", default="save,agree,watch,plan,compile,kill,memory")
+    parser.add_argument("--first", type=int, default=0, help="number of the first run with a kill")
+    parser.add_argument("--only", default="save,agree,watch,plan,compile,kill,memory,elastic")
     args = parser.parse_args()
     rows: dict[str, Callable[[], Iterator[Row]]] = {
         "save": saves, "agree": agreement, "watch": watch, "plan": plan, "compile": compile_large,
-        "kill": lambda: kills(args.kills), "memory": lambda: kills(args.kills, memory=True),
+        **{name: functools.partial(kills, args.kills, args.first, how)
+           for name, how in zip(("kill", "memory", "elastic"), RESTORED, strict=True)},
     }  # fmt: skip
     table = Table("case", "measured", "limit")
     for name in args.only.split(","):

@@ -94,7 +94,7 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     starting.clear()
-    parser = _parser()
+    parser = command_parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
         print(START)
@@ -153,6 +153,7 @@ FLAG_GROUPS = {
 }
 """Groups of flags in the help of a command, after the flags that say what to plan."""
 MORE = "`meshpar COMMAND --help` lists the options of a command; `meshpar --version` prints the version."
+MISSING = "TARGET is missing: file.py:function or package.module:function, such as examples/llama.py:tiny"
 PROGRESS_SECONDS = 15
 """Seconds between the lines of progress that a command writes to a file or pipe."""
 INTS = 8
@@ -211,8 +212,27 @@ def _grouped(parser: argparse.ArgumentParser) -> Add:
     )
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """The parser of all commands: its help lists them in groups, and a misspelled one gets a suggestion.
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one sentence, with the similar word for a misspelled one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message``, in the words of argparse, and where the flags are listed; exit with status 2."""
+        wrong = re.match(r"argument (?:-\w, |-\w/)?(\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong:
+            argument, word, choices = wrong.groups()
+            what = argument if argument.startswith("-") else "command"
+            similar = did_you_mean(word, re.findall(r"[\w-]+", choices), "values")[0]
+            message = f"there is no {what} `{word}`; {similar}"
+        message = message.replace("the following arguments are required: TARGET", MISSING)
+        text = Text.assemble(
+            ("error", "bold red"), f": {message}\n", (f"{self.prog} --help", "green"), " lists the options"
+        )
+        print(shown_text(text, sys.stderr), file=sys.stderr)
+        self.exit(2)
+
+
+class CommandParser(_Parser):
+    """The parser of all commands: its help lists them in groups.
 
     Attributes:
       commands: name of a command → its parser.
@@ -226,41 +246,32 @@ class _CommandParser(argparse.ArgumentParser):
         for group, commands in GROUPS.items():
             lines.append(f"{group}:")
             for name in commands:
-                about = _first_sentence(self.commands[name].description or "")
-                lines += textwrap.wrap(f"  {name:<{names}}  {about}", width, subsequent_indent=" " * (names + 4))
+                about = f"  {name:<{names}}  {self.about(name)}"
+                lines += textwrap.wrap(about, width, subsequent_indent=" " * (names + 4))
             lines.append("")
         below = "\n\n".join((DESCRIPTION.strip("\n"), MORE, EXIT))
         return "\n".join([*lines, _Help("meshpar", width=width)._fill_text(below, width, ""), ""])
 
-    def error(self, message: str) -> NoReturn:
-        """Print ``message`` and exit, as in argparse; for a misspelled command, print the closest commands."""
-        misspelled = re.search(r"invalid choice: '([^']+)' \(choose from (?:'plan'|plan)", message)
-        if misspelled:
-            message = (
-                f"there is no command `{misspelled[1]}`; {did_you_mean(misspelled[1], self.commands, 'commands')[0]}"
-            )
-        super().error(message)
+    def about(self, name: str) -> str:
+        """The first sentence of the description of a command, in one line."""
+        return re.split(r"(?<=\.) ", " ".join((self.commands[name].description or "").split()))[0]
 
 
-def _first_sentence(text: str) -> str:
-    """The first sentence of a description, in one line."""
-    return re.split(r"(?<=\.) ", " ".join(text.split()))[0]
-
-
-def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
+def _refuse(parser: CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
     """Exit with an error for unknown words of a command line, with the flags that are similar."""
     sub = parser.commands.get(command, parser)
     flags = [flag for action in sub._actions for flag in action.option_strings if flag.startswith("--")]
-    similar = [name for word in unknown if word.startswith("-") for name in near(word.partition("=")[0], flags)[:1]]
-    suggestion = f"; did you mean {' or '.join(similar)}?" if similar else ""
-    sub.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
+    wrong = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+    if wrong is None:
+        sub.error(f'`{unknown[0]}` belongs to no option: quote a value with spaces, --mesh "data=4, model=2"')
+    sub.error(f"there is no option {wrong}" + "".join(f"; did you mean {flag}?" for flag in near(wrong, flags)[:1]))
 
 
-def _parser() -> _CommandParser:
+def command_parser() -> CommandParser:
     """The parser of all commands; ``run`` of the namespace that it returns is the command's function."""
-    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=_Help)
+    parser = CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=_Help)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
     for name, (run, add_arguments, about) in COMMANDS.items():
         description = f"{about[0].upper()}{about[1:]}."
@@ -588,13 +599,14 @@ def _search(args: argparse.Namespace) -> int:
             **given_flags(args, SearchOptions),
         )
     best = found.best
-    how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
+    where, mesh = found.larger or (args.topology, best.mesh)
+    how = {"topology": where, "mesh": mesh, "layout": best.layout, **best.stages}
     varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
     overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
     args.set += [f"{name}={value}" for name, value in varied.items()]
     found.name, found.command = target.name.rpartition(":")[2], _command_line(args, "plan", **how, **overlap)
     _show(args, found)
-    if not args.json and found.fits:
+    if not args.json and (found.fits or found.larger):
         _show_next(found.command)
     return 0 if found.fits else 1
 
@@ -761,7 +773,7 @@ def _where(
     mesh = _mesh(args, mesh, topology, layout)
     if layout is None:
         layout = _default_layout(args, target, mesh, topology)
-        _say(args, f"layout   {layout} (default{': FSDP' if ';' in layout else ''})")
+        _say(args, f"default  layout: {'FSDP' if ';' in layout else layout} over the first axis")
     return mesh, layout
 
 
@@ -785,7 +797,7 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layo
                 f"{BETWEEN_SLICES}={where.slices}, data={each}",
                 f"the slices of {topology}, and one axis in each",
             )
-        _say(args, f"mesh     {mesh} (default: {what})")
+        _say(args, f"default  mesh: {mesh}, {what}")
     return mesh
 
 
@@ -807,7 +819,6 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
             return target.layouts[name]
     rules = scheme_text(text)
     if rules is not None:
-        _say(args, f"layout   {mp.Layout(rules)} ({text})")
         return str(mp.Layout(rules))
     known = ", ".join(target.layouts) or "none"
     raise TargetError(

@@ -128,10 +128,10 @@ def sharded_start(ctx: Context, start: Term, n: int, total: int) -> tuple[str, .
 
 
 def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:
-    """The relation of an elementwise result to a value that does not depend on coordinates, if a law gives one."""
-    for law in (global_iota, masked):
+    """The relation of an elementwise result to a value that does not depend on coordinates, or a simpler one by a law."""
+    for law in (global_iota, masked, index_in_range):
         try:
-            found = law(ctx, rel, operands) if rel.term.axes else None
+            found = law(ctx, rel, operands) if rel.term.axes or law is index_in_range else None
         except Unverified:
             continue
         if found is not None:
@@ -152,6 +152,24 @@ def global_iota(ctx: Context, rel: Rel, _: Sequence[Rel]) -> Rel | None:
     shape = tuple(n * ctx.size(order) if k == d else 1 for k in range(len(rel.shape)))
     term = ctx.terms.make("iota", None, (), shape, rel.term.dtype)
     return replace(rel, term=term, spec=tuple(order if k == d else () for k in range(len(shape))))
+
+
+def index_in_range(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
+    """where(i < 0, i + n, i) = i, of an index i of an extremum of n elements."""
+    if rel.term.op != "select_n" or rel.term.dtype not in INTEGERS or len(operands) != 3:
+        return None
+    at, own = leaves(rel.term), operands[1]
+    if (
+        len(at) != 1
+        or rel.term.axes - at[0].axes
+        or leaves(own.term) != at
+        or at[0].op not in ("arg_block", "argmax", "argmin")
+    ):
+        return None
+    params: Any = at[0].params
+    n = params[1] if at[0].op == "arg_block" else at[0].args[0].shape[params[0]]
+    found, index = evaluate(ctx, (), [rel.term, own.term], at[0], np.arange(n))
+    return own if (found == index).all() and rel.term.shape == own.term.shape else None
 
 
 def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:

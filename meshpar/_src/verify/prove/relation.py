@@ -152,7 +152,7 @@ class Context:
 
     def coordinates(self, axes: Sequence[str]) -> dict[str, np.ndarray]:
         """axis → its coordinate on every device along ``axes``, the first axis major."""
-        grids = np.indices([self.sizes[a] for a in axes]).reshape(len(axes), -1)
+        grids = np.indices([self.sizes[a] for a in axes]).reshape(len(axes), self.size(axes))
         return dict(zip(axes, grids, strict=True))
 
     def linear(self, axes: Sequence[str], at: Mapping[str, np.ndarray]) -> np.ndarray | int:

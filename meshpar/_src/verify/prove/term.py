@@ -43,9 +43,11 @@ class Term:
             self.axes: frozenset[str] = frozenset([str(params)])
         else:
             self.axes = NO_AXES.union(*(a.axes for a in args)) if args else NO_AXES
-            if op == "gather_block":
-                own: Any = params
+            own: Any = params
+            if op.endswith("_block"):  # of the device's block along the axes
                 self.axes |= frozenset(own[0])
+            elif op == "devices":  # the values of all devices along axes, side by side
+                self.axes -= frozenset(own[0])
 
     def __repr__(self) -> str:
         return f"{self.op}#{self.number}"

@@ -63,19 +63,24 @@ def all_gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The blocks of all devices along axes, one after the other: the dim is no longer sharded over them."""
     (x,), axes, d = rels, axes_of(eqn, ctx), int(eqn.params["all_gather_dimension"])
     if eqn.params["tiled"]:
-        return [gathered(x, axes, d, out_shape(eqn))]
+        return [gathered(ctx, x, axes, d, out_shape(eqn))]
     sharded = [k for k, s in enumerate(x.spec) if s == axes]
     require(len(sharded) == 1, "an all-gather into a new dim of a value without one dim that is sharded over its axes")
-    full, (k,), rank = gathered(x, axes, sharded[0], x.shape), sharded, len(x.shape)
+    require(not x.term.axes & set(axes), "an all-gather of values that depend on the device")
+    full, (k,), rank = gathered(ctx, x, axes, sharded[0], x.shape), sharded, len(x.shape)
     parts = (*x.term.shape[:k], ctx.size(axes), x.shape[k], *x.term.shape[k + 1 :])
     order = [n for n in range(rank + 1) if n != k]
     term = ctx.terms.transpose(ctx.terms.reshape(x.term, parts), [*order[:d], k, *order[d:]])
     return [x.of(term, out_shape(eqn), [*full.spec[:d], (), *full.spec[d:]])]
 
 
-def gathered(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
+def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
     require(not x.partial & set(axes), "an all-gather of a partial value", refused=True)
-    require(not x.term.axes & set(axes), "an all-gather of values that depend on the device")
+    if x.term.axes & set(axes):
+        x = ctx.expanded(x, [d])
+        require(not x.spec[d], "an all-gather of a block that depends on the device")
+        sizes = (*x.term.shape[:d], shape[d], *x.term.shape[d + 1 :])
+        return replace(x, term=ctx.terms.make("devices", (axes, d), (x.term,), sizes, x.term.dtype), shape=shape)
     if x.term.shape[d] == 1:
         return replace(x, shape=shape)
     have = x.spec[d]
@@ -111,7 +116,8 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     n = ctx.size(axes)
     shape = list(x.shape)
     shape[j] *= n
-    full = gathered(x, axes, j, tuple(shape))
+    full = gathered(ctx, x, axes, j, tuple(shape))
+    require(full.term.op != "devices", "an all-to-all of values that depend on the device")
     require(full.term.shape[j] != 1 or not set(axes) & full.varying, "an all-to-all of a constant")
     shape[i] //= n
     return [blocks(full, axes, i, tuple(shape))]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from jax import ShapeDtypeStruct
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from ..laws import ALL, act, axes_text, not_partial, partial_of
-from ..masks import Rows, axes_of, owned, sharded_start
+from ..masks import Rows, axes_of, evaluate, leaves, owned, sharded_start
 from ..relation import Context, Rel, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced
@@ -83,6 +85,9 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     rank = len(out_shape(eqn))
     *ins, out = labels_of(len(x.shape), n.collapsed_slice_dims, batching, n.offset_dims, rank)
     unsharded = {"vector", *n.start_index_map, *(d for d, m in enumerate(sizes) if m != x.shape[d])}
+    best = extremum_of_blocks(ctx, x, index, ins[0], out)
+    if best is not None:
+        return [replace(best, shape=out_shape(eqn))]
     known = {k: str(v) for k, v in p.items() if k in ("fill_value", "mode")}
     known |= {"numbers": n, "sizes": tuple(m if d in unsharded else 0 for d, m in zip(ins[0], sizes, strict=True))}
     op, params = "gather", frozen(known)
@@ -95,6 +100,37 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         op, params = "gather_block", (axes, x.shape[d], params, tuple(o for o in range(rank) if o not in n.offset_dims))
         unsharded.remove(d)
     return act(ctx, eqn, rels, ins=ins, outs=[out], unsharded=unsharded, params=params, op=op, partial=x)
+
+
+def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], out: Sequence[Any]) -> Rel | None:
+    """x[argmax(x)], along one dim, is the extremum of a block; the index of the first block with the largest one, and in it of the
+    first largest element, is argmax(x)."""
+    terms, at = ctx.terms, index.term.args[0] if index.term.op == "reshape" else index.term
+    along = [k for k, pair in enumerate(itertools.zip_longest(labels, out)) if pair[0] != pair[1]]
+    if len(along) != 1 or len(out) != len(labels):
+        return None
+    (d,) = along
+    own: Any = at.params
+    sizes, spec = (
+        [1 if k == d else m for k, m in enumerate(x.term.shape)],
+        [() if k == d else s for k, s in enumerate(x.spec)],
+    )
+    if at.op == "arg_block" and at.args[0] is x.term and own[3] == d:
+        return x.of(terms.make("best_block", own, (x.term,), sizes, x.term.dtype), x.shape, spec)
+    if at.op not in ("argmax", "argmin") or at.args[0].op != "devices" or x.term.op != "devices":
+        return None
+    best, (axes, _) = at.args[0].args[0], x.term.params
+    if best.op != "best_block" or at.args[0].params != x.term.params or best.params != (axes, best.params[1], at.op, d):
+        return None
+    local = leaves(x.term.args[0])
+    if local != [terms.make("arg_block", best.params, best.args, local[0].shape, local[0].dtype)]:
+        return None
+    (found,) = evaluate(ctx, axes, x.term.args, local[0], np.arange(best.params[1]))
+    first = best.params[1] * np.asarray(ctx.linear(axes, ctx.coordinates(axes)))[:, None]
+    if not (found == first + np.arange(best.params[1])).all():
+        return None
+    value = terms.make(at.op, (d,), best.args, local[0].shape, local[0].dtype)
+    return x.of(terms.reshape(value, sizes), x.shape, spec)
 
 
 @lemma("scatter-add", "scatter_add", "scatter", "scatter-mul", "scatter-min", "scatter-max")

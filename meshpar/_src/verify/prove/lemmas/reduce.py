@@ -38,10 +38,16 @@ def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @lemma("reduce_prod", "argmax", "argmin", "reduce_xor")
 def along(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Reductions of dims that are not sharded; the other dims are carried along."""
-    not_partial(rels, eqn.primitive.name)
+    """Reductions of dims that are not sharded; the other dims are carried along. The extremum of a block along a sharded dim is the
+    term ``arg_block`` (:func:`index.extremum_of_blocks`)."""
+    (x,), name = rels, eqn.primitive.name
+    not_partial(rels, name)
     axes = tuple(map(int, eqn.params["axes"]))
-    keep = [d for d in range(len(rels[0].shape)) if d not in axes]
+    keep = [d for d in range(len(x.shape)) if d not in axes]
+    if name.startswith("arg") and x.spec[axes[0]]:
+        own, sizes = (x.spec[axes[0]], x.shape[axes[0]], name, axes[0]), [x.term.shape[d] for d in keep]
+        term = ctx.terms.make("arg_block", own, (x.term,), sizes, out_dtype(eqn))
+        return [Rel(term, out_shape(eqn), tuple(x.spec[d] for d in keep))]
     return act(ctx, eqn, rels, outs=[keep], unsharded=axes, params=axes)
 
 
