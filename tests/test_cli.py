@@ -450,7 +450,7 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("smal --mesh data=4", "has no function `smal`\n  fix     did you mean small"),
+        ("smal --mesh data=4", "has no function `smal`\n  fix     did you mean `small`"),
         ("wrong --mesh data=4", "returned a function\n  fix     it returns (step, arguments)"),
         ("pair --mesh data=4", "fix     it returns (step, arguments)"),
         ("step --mesh data=4", "it returns (step, arguments)"),
