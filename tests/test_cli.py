@@ -340,7 +340,7 @@ def test_a_step_with_a_function_of_its_arguments(command, tmp_path):
     ("more", "says"),
     [
         ((), "--args names a function that returns its arguments"),
-        (("--args", "exampel"), "did you mean example?"),
+        (("--args", "exampel"), "did you mean `example`?"),
         (("--args", "example", "--dims", "no-such-file"), "`meshpar names TARGET --write FILE` writes one"),
     ],
 )
