@@ -235,7 +235,7 @@ class Audit:
 
 
 def _differing(digests: np.ndarray, devices: np.ndarray) -> tuple[tuple[Any, ...], bool]:
-    """(devices whose copy differs from the majority, or all where there is none; whether each row has a majority).
+    """(devices whose copy differs from the majority, or all of a row without a majority; whether each row has a majority).
 
     Args:
       digests: uint32 [shards, copies, 2]; devices: [shards, copies].
