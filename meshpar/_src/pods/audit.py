@@ -180,7 +180,7 @@ class Audit:
             )
         on = {path: x for path, x in leaves.items() if isinstance(x, jax.Array)}
         copied: dict[str, Any] = {path: x for path, x in on.items() if replicated_axes(x)}
-        alone = {
+        alone: dict[str, Any] = {
             path: x
             for path, x in on.items()
             if _on_devices(x) and path not in copied and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
