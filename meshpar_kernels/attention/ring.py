@@ -137,8 +137,8 @@ def _halves(c: Context, own: Queries, *more: jax.Array) -> list[tuple[Queries, S
     if not c.balanced:
         return [(own, more)]
     each = own.x.shape[1]
-    rows: tuple[Any, ...] = own.x, own.seg, *more
-    first, second = ([None if a is None else a[:, at] for a in rows] for at in _cut(each))
+    rows = own.x, own.seg, *more
+    first, second = (jax.tree.map(lambda a, at=at: a[:, at], rows) for at in _cut(each))
     pos = own.pos[: each // 2], c.positions(c.devices - 1 - c.rank(), each, each // 2)
     return [(Queries(x, p, seg), rest) for p, (x, seg, *rest) in zip(pos, (first, c.mirrored(second)), strict=True)]
 
