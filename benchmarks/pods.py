@@ -7,7 +7,7 @@ all threads of a process. Everything runs on virtual CPU devices, groups of proc
 """
 
 import argparse
-import functools
+import contextlib
 import importlib.util
 import json
 import os
@@ -148,96 +148,160 @@ def compile_large() -> Iterator[Row]:
     yield what, f"{cpu:.0f} CPU s, {after.ru_maxrss / 1e6:.2f} GB", "≤ 40 CPU s, ≤ 2 GB"
 
 
-RESTORED = {
-    "disk": ["--slices", "1"], "memory": ["--slices", "4"],
-    "memory, --elastic": ["--slices", "2", "--elastic", "slice", "--back", "8"],
-}  # fmt: skip
-"""How the state is restored → options of ``meshpar launch``."""
-
-
-def kills(count: int, first: int, how: str) -> Iterator[Row]:
+def kills(count: int, memory: bool = False) -> Iterator[Row]:
     """Four processes of train_lm, one killed at a random moment, several times: losses compared with an undisturbed run.
 
     Args:
-      first: number of the first of these runs; a run with a number has the same victim and the same fraction of the time.
-      how: key of ``RESTORED``. Of copies in memory, nothing is on disk, and the killed process loses its own.
+      memory: restored from copies in the memory of the other processes; nothing is on disk. The killed one loses its own.
     """
+    rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
-        alone, length, _, _ = _trained(Path(folder, "alone"), None, how)
-        worst, survived, restarts, lost = 0.0, 0, 0, []
-        for k in range(first, first + count):
-            rng = random.Random(k)
-            losses, _, text, times = _trained(
-                Path(folder, str(k)), (rng.randrange(4), rng.uniform(0.05, 0.95) * length), how
-            )
+        alone, length, _ = _trained(Path(folder, "alone"), None, memory)
+        worst, survived, restarts = 0.0, 0, 0
+        for k in range(count):
+            at = rng.uniform(0.05, 0.95) * length
+            losses, _, text = _trained(Path(folder, str(k)), (rng.randrange(4), at), memory)
             restarts += text.count("starting again")
-            lost += times
             if losses is not None and losses.keys() == alone.keys():
                 survived += 1
                 worst = max(worst, *(abs(losses[n] - alone[n]) for n in alone))
             else:
                 print(text[-2000:], file=sys.stderr)
-    what = f"train_lm, 4 processes, kill -9 of one, restored from {how}"
+    what = "train_lm, 4 processes, kill -9 of one" + ", restored from memory" * memory
     yield f"{what}: runs of {count} that finish", f"{survived}, {restarts} restarts", "all"
     yield "largest difference of a step's loss", f"{worst:.1e}", "≤ 1e-5"
-    if lost:
-        yield "seconds from a kill to the next new step, without its compile", _range(lost), ""
 
 
-def _range(values: list[float]) -> str:
-    return f"{statistics.median(values):.1f} (largest {max(values):.1f})"
-
-
-def _trained(
-    folder: Path, kill: tuple[int, float] | None, how: str
-) -> tuple[dict[int, float] | None, float, str, list[float]]:
-    """(loss by step, seconds, output of the launcher, the seconds lost) of one run.
-
-    Args:
-      kill: (process, seconds until it is killed).
-      how: key of ``RESTORED``.
-    """
+def _trained(folder: Path, kill: tuple[int, float] | None, memory: bool) -> tuple[dict[int, float], float, str]:
+    """(loss by step, seconds, output of the launcher) of one run; ``kill``: (process, seconds until it is killed)."""
     folder.mkdir()
-    metrics, memory = folder / "losses", how != "disk"
-    launch = [sys.executable, "-m", "meshpar", "launch", "-n", "4", "--devices", "8", "--restarts", "3", *RESTORED[how]]
-    script = ["examples/train_lm.py", *TRAIN, "--checkpoint", str(folder / "run"), "--metrics", str(metrics)]
-    script += ["--every", "1000" if memory else "10", *(["--memory", "data"] if how == "memory" else [])]
-    if "elastic" in how:
-        layout = "batch: slice+data; heads, kv_heads?, mlp, vocab: model; embed: data"
-        script += ["--memory", "slice", "--mesh", "slice=2, data=2, model=2", "--layout", layout]
-    began, lost = time.monotonic(), []
-    with (folder / "output").open("w+") as output:
-        steps = "100" if "elastic" in how else "60"
-        child = subprocess.Popen([*launch, *script, "--steps", steps], cwd=ROOT, env=HERE, stdout=output, stderr=output)
-        if kill is not None:
-            process, seconds = kill
-            time.sleep(seconds)
-            for pid in _children(child.pid):
-                if f"MESHPAR_PROCESS={process}\0" in Path(f"/proc/{pid}/environ").read_text():
-                    os.kill(pid, signal.SIGKILL)
-            killed, before = time.monotonic(), _steps(metrics)
-            while child.poll() is None and max(_steps(metrics), default=0) <= max(before, default=0):
-                time.sleep(0.02)
-            new = [line for line in _lines(metrics)[len(before) :] if "tokens_per_s" in line]
-            if before and new:  # the first new line is of the step that compiles
-                lost.append(time.monotonic() - killed - 16 * 64 / new[0]["tokens_per_s"])
-        code = child.wait(timeout=600)
-        output.seek(0)
-        text = output.read()
-    losses = {line["step"]: line["loss"] for line in _lines(metrics) if "loss" in line} if code == 0 else None
-    return losses, time.monotonic() - began, text, lost
-
-
-def _lines(metrics: Path) -> list[dict[str, float]]:
-    return (
-        [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
-        if metrics.exists()
-        else []
+    launch = [sys.executable, "-m", "meshpar", "launch", "-n", "4", "--devices", "8", "--restarts", "3"]
+    if memory:
+        launch += ["--slices", "4"]
+    script = [
+        "examples/train_lm.py",
+        *TRAIN,
+        "--steps",
+        "60",
+        "--every",
+        *(["1000", "--memory", "data"] if memory else ["10"]),
+    ]
+    files = ["--checkpoint", str(folder / "run"), "--metrics", str(folder / "losses")]
+    began = time.monotonic()
+    child = subprocess.Popen(
+        [*launch, *script, *files], cwd=ROOT, env=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
+    if kill is not None:
+        process, seconds = kill
+        time.sleep(seconds)
+        for pid in _children(child.pid):
+            if f"MESHPAR_PROCESS={process}\0" in Path(f"/proc/{pid}/environ").read_text():
+                os.kill(pid, signal.SIGKILL)
+    text, _ = child.communicate(timeout=600)
+    lines = [json.loads(line) for line in (folder / "losses").read_text().splitlines()] if child.returncode == 0 else []
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}, time.monotonic() - began, text
 
 
-def _steps(metrics: Path) -> list[int]:
-    return [int(line["step"]) for line in _lines(metrics)]
+ELASTIC = """
+import json, os, sys, time
+import meshpar as mp
+mp.distributed()
+import jax, jax.numpy as jnp, numpy as np, optax
+import meshpar._src.pods.checkpoint as disk
+read = disk._read
+disk._read = lambda *args: print("state from disk", flush=True) or read(*args)
+folder, steps, wait = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+mesh, layout = mp.mesh("slice=2, data=2"), mp.Layout("batch: slice+data; embed: slice+data")
+weights, adam = {"*/up": "embed mlp", "*/down": "mlp embed"}, optax.adam(1e-3)
+if jax.process_count() == 2:
+    open(f"{folder}/{os.environ['MESHPAR_ATTEMPT']}-{jax.process_index()}", "w").write(str(os.getpid()))
+
+def create(key):
+    params = {"up": jax.random.normal(key, (64, 256)) / 8, "down": jax.random.normal(key, (256, 64)) / 16}
+    return {"params": params, "opt": adam.init(params)}
+
+def train_step(state, x):
+    loss_of = lambda p: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - x) ** 2)
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt = adam.update(gradients, state["opt"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+init = mp.init(create, mesh=mesh, layout=layout, dims=weights)
+step = mp.jit(train_step, mesh=mesh, layout=layout, dims={**weights, "x": "batch embed"}, donate_argnames="state")
+source = np.random.default_rng(0).normal(size=(1000, 64)).astype(np.float32)
+data = mp.data.batches(source, batch=32, seed=1, mesh=mesh, layout=layout)
+with mp.Checkpoints(f"{folder}/run", every=10**6, memory="slice", data=data) as run, open(f"{folder}/losses", "a") as file:
+    state, at = run.restore_or(init, jax.random.key(0))
+    for n, x in data.from_(at):
+        began = time.time()
+        state, loss = step(state, x)
+        line = {"step": n, "loss": float(loss), "at": time.time(), "compile": time.time() - began if n == at else 0}
+        if jax.process_index() == 0:
+            print(json.dumps(line), file=file, flush=True)
+        if run.save(n, state):
+            sys.exit(75)
+        if n + 1 == steps:
+            break
+        time.sleep(wait)
+"""
+
+
+def _attempt_of(file: Path) -> int:
+    return int(file.name.partition("-")[0])
+
+
+def elastic(count: int) -> Iterator[Row]:
+    """A run on two slices that joins a lost one again; one of both is killed at random moments, also while the run starts."""
+    rng, killed = random.Random(0), list[float]()
+    steps = 150 * count
+    with tempfile.TemporaryDirectory() as root:
+        Path(root, "script.py").write_text(ELASTIC)
+        launch = [sys.executable, "-m", "meshpar", "launch", "-n", "2", "--devices", "4", "--slices", "2"]
+        more = ["--elastic", "slice", "--restarts", str(count), "--back", "1"]
+        lines, reads = {}, 0
+        for name, options, wait in (("lost", more, 0.05), ("calm", [], 0.0)):
+            folder = Path(root, name)
+            folder.mkdir()
+            command = [*launch, *options, str(Path(root, "script.py")), str(folder), str(steps), str(wait)]
+            with (folder / "output").open("w") as output:
+                child, seen = subprocess.Popen(command, env=HERE, stdout=output, stderr=output), set[Path]()
+                while child.poll() is None:
+                    time.sleep(0.02)
+                    started = sorted(folder.glob(f"{max(map(_attempt_of, folder.glob('*-*')), default=0)}-*"))
+                    if options and len(started) == 2 and started[0] not in seen and len(killed) < count:
+                        seen.add(started[0])
+                        time.sleep(rng.uniform(0.0, 5.0))
+                        with contextlib.suppress(ProcessLookupError):  # the run has ended
+                            os.kill(int(rng.choice(started).read_text()), signal.SIGKILL)
+                            killed.append(time.time())
+            text = (folder / "output").read_text()
+            reads += text.count("state from disk")
+            if child.returncode:
+                print(text[-2000:], file=sys.stderr)
+            lines[name] = [
+                json.loads(line) for line in (folder / "losses").read_text().splitlines() if line[-1:] == "}"
+            ]
+    alone = {line["step"]: line["loss"] for line in lines["calm"]}
+    same = {line["step"] for line in lines["lost"]} == alone.keys()
+    worst = max(abs(line["loss"] - alone[line["step"]]) for line in lines["lost"])
+    lost, repeated = [], len(lines["lost"]) - len(alone)
+    for t in killed:
+        before = max((line["step"] for line in lines["lost"] if line["at"] < t), default=-1)
+        new = next((line["at"] for line in lines["lost"] if line["step"] > before), t)
+        compiled = sum(line["compile"] for line in lines["lost"] if t < line["at"] <= new)
+        lost.append(new - t - compiled)
+    yield (
+        f"--elastic, 2 slices, kill -9 of one, {len(killed)} times: steps of {steps} that ran",
+        f"{'all' if same else len(alone)}",
+        "all",
+    )
+    yield "largest difference of a step's loss", f"{worst:.1e}", "≤ 1e-5"
+    yield "steps that ran twice; restores from disk, both slices lost before a copy", f"{repeated}; {reads}", ""
+    yield (
+        "seconds from a kill to a new step, without compile: median, most",
+        f"{statistics.median(lost):.1f}, {max(lost):.1f}",
+        "",
+    )
 
 
 def _children(pid: int) -> list[int]:
@@ -270,13 +334,12 @@ def _logs_of(script: str, processes: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--first", type=int, default=0, help="number of the first run with a kill")
     parser.add_argument("--only", default="save,agree,watch,plan,compile,kill,memory,elastic")
     args = parser.parse_args()
     rows: dict[str, Callable[[], Iterator[Row]]] = {
         "save": saves, "agree": agreement, "watch": watch, "plan": plan, "compile": compile_large,
-        **{name: functools.partial(kills, args.kills, args.first, how)
-           for name, how in zip(("kill", "memory", "elastic"), RESTORED, strict=True)},
+        "kill": lambda: kills(args.kills), "memory": lambda: kills(args.kills, memory=True),
+        "elastic": lambda: elastic(args.kills),
     }  # fmt: skip
     table = Table("case", "measured", "limit")
     for name in args.only.split(","):

@@ -220,6 +220,8 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
     status, out, _ = run(big)
     assert status == 1
     assert out.startswith("DOES NOT FIT  each device needs ")
+    assert out.splitlines()[1].startswith("fix  no layout fits: ")
+    assert not re.search(r"^  step |MFU", out, re.MULTILINE)
     assert run(f"{big} --json")[0] == 1
     command = shlex.split(
         out.splitlines()[-1].removeprefix("next  meshpar ").removesuffix(": enough devices for the state")
@@ -228,6 +230,16 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
         "search",
         re.search(r"They fit on \d+ devices: (.*)", out)[1],
     )
+
+
+def test_a_search_in_which_nothing_fits_goes_on_with_a_larger_topology(run):
+    status, out, _ = run("search small --topology v5e:2x2 --set mlp=1600000000 --layout 'mlp: data' --max-plans 4")
+    larger = re.search(r"this layout fits on\s(\S+)\swith\sthe\smesh\s([\w=]+)", out)
+    assert status == 1
+    assert larger is not None
+    next_one = shlex.split(out.splitlines()[-1])
+    assert next_one[:3] == ["next", "meshpar", "plan"]
+    assert [next_one[next_one.index(flag) + 1] for flag in ("--topology", "--mesh")] == [*larger.groups()]
 
 
 def test_a_layout_of_those_for_every_model(run, planned):
@@ -438,7 +450,7 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("smal --mesh data=4", "has no function `smal`\n  fix     did you mean small"),
+        ("smal --mesh data=4", "has no function `smal`\n  fix     did you mean `small`"),
         ("wrong --mesh data=4", "returned a function\n  fix     it returns (step, arguments)"),
         ("pair --mesh data=4", "fix     it returns (step, arguments)"),
         ("step --mesh data=4", "it returns (step, arguments)"),
@@ -809,12 +821,13 @@ def test_the_commands_are_listed_in_groups(capsys):
     ("words", "text"),
     [
         (["plen"], "there is no command `plen`; did you mean `plan`?"),
+        (["foo"], "there is no command `foo`; commands there are: calibrate, check, "),
         (["plan", "TARGET", "--layuot", "fsdp"], "did you mean --layout?"),
         (["search", "TARGET", "--topology", "v5e:2x2", "--max-plan=3", "--zzz"], "error: there is no option --zzz\n"),
         (["--verzion", "plan", "TARGET"], "error: there is no option --verzion; did you mean --version?\n"),
         (["plan", "TARGET", "--mesh", "data=4,", "model=2"], "error: `model=2` belongs to no option: quote a value"),
         (["plan", "TARGET", "--lowering", "jitt"], "there is no --lowering `jitt`; did you mean `jit`?"),
-        (["diff"], "error: TARGET is missing: file.py:function"),
+        (["diff"], "error: missing: TARGET, file.py:function"),
     ],
 )
 def test_misspelled_words_of_a_command_line(words, text, capsys):

@@ -96,7 +96,7 @@ def test_reports_name_the_padding():
 
 
 def normalized(x, w):
-    """A convolution, and what is left of its images without the mean of each quarter of their channels."""
+    """The images of a convolution, less the mean of each quarter of their channels."""
     y, _ = fn(x, w)
     groups = y.reshape(*y.shape[:-1], 4, -1)
     return (groups - groups.mean((1, 2, 4), keepdims=True)).reshape(y.shape) * y
@@ -117,7 +117,7 @@ def looked_up(table, ids):
 
 
 def kernels(step, *args, topology="v5p:2x2x4", layout="batch: data", **dims):
-    """(what it computes, bytes that it reads and writes) of each kernel of a plan for 16 devices, in order."""
+    """(name, bytes that it reads and writes) of each kernel of a plan for 16 devices, in order."""
     plan = mp.plan(step, *args, mesh="data=16", topology=topology, layout=layout, dims=dims, lowering="shard_map")
     return [(node.name, time.bytes) for node, time in kernel_times(plan).items()], plan
 

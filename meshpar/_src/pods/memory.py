@@ -353,7 +353,7 @@ class Memory:
         here: dict[str, tuple[Any, list[Any]]] = {}
         for file in (self.root / run).glob("*/*/facts.json"):
             folder, process = file.parts[-3:-1]
-            if process.isdigit():
+            if folder.partition(".")[0].isdigit() and process.isdigit():
                 with contextlib.suppress(OSError, ValueError):  # of no use, as if it were absent
                     read = json.loads(file.read_text())
                     here.setdefault(folder, (read["facts"], []))[1].extend(read["blocks"])

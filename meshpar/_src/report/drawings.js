@@ -203,19 +203,21 @@ function layerNodes({ inputs, weights, steps, dims }) {
       step.makes.forEach((shard) => made.set(shard, node));
     }
   }
-  const shown = nodes.filter((node) => node === start || node.sources.size);
+  const names = (node) => node.ops.length && node.ops.every(({ op }) => op.startsWith("name")) && !nodes.some((other) => other.sources.has(node)); // computes nothing
+  const shown = nodes.filter((node) => node === start || (node.sources.size && !names(node)));
   const paths = shown.filter((node) => node.ops.length && node.path).map((node) => node.path.split("/"));
   const common = paths.length ? paths[0].findIndex((part, k) => paths.some((path) => path[k] !== part)) : 0;
   const gate = ([op, colour, axes, bytes, seconds, exposed, why]) => {
-    const hidden = exposed != null && exposed < 0.01 * seconds, part = exposed != null && !hidden && exposed < 0.99 * seconds;
-    return { text: op, colour, axes, bytes, hidden, why, cost: bytesText(bytes) + (seconds ? `, ${secondsText(seconds)}` : "") + (part ? `, ${secondsText(exposed)} exposed` : "") };
+    const waits = exposed == null ? "" : exposed < 0.01 * seconds ? ", hidden" : `, ${secondsText(exposed)} of it exposed`;
+    return { text: op, colour, axes, bytes, hidden: exposed != null && exposed < 0.5 * seconds, waits, why, cost: bytesText(bytes) + (seconds ? `, ${secondsText(seconds)}` : "") };
   };
   const timed = steps.some((step) => step.seconds);
+  const nameOf = (path) => (path.slice(-2).join("/").length < 16 ? path.slice(-2).join("/") : path.at(-1)); // as wide as a box
   return shown.map((node) => {
     const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
     const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
     return {
-      name: (node.ops.length && (common < 0 ? "" : path.slice(common).slice(-2).join("/"))) || (!node.path && (main?.op !== "add" || node.weights.size) && main?.title) || main?.op || "", part: node.ops.length > 0,
+      name: (node.ops.length && (common < 0 ? "" : nameOf(path.slice(common)))) || (!node.path && (main?.op !== "add" || node.weights.size) && main?.title) || main?.op || "", part: node.ops.length > 0,
       about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : timed && node.ops.length ? "fused" : "", gates: node.sends.map(gate),
       weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
       sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),
@@ -236,8 +238,8 @@ function layerKey(nodes) {
   const gates = nodes.flatMap((node) => [...node.gates, ...node.weights.flatMap((w) => w.gates)]);
   const axes = new Map([...dims.filter(([, , axes]) => axes).map(([, c, axes]) => [axes.split("+")[0], c]), ...gates.map((gate) => [gate.axes.split("+")[0], gate.colour])]);
   const kinds = [...axes].map(([axis, c]) => [c, `${axis}: dims that it shards, collectives over it`]);
-  if (gates.some((gate) => gate.hidden)) kinds.push(["ink hidden", "pale: overlaps with kernels"]);
-  if (gates.some((gate) => !gate.hidden)) kinds.push(["ink", gates.some((gate) => gate.hidden) ? "solid: exposed, kernels wait for it" : "collective: exposed, kernels wait for it"]);
+  if (gates.some((gate) => gate.hidden)) kinds.push(["ink hidden", "pale: most of it overlaps with kernels"]);
+  if (gates.some((gate) => !gate.hidden)) kinds.push(["ink", gates.some((gate) => gate.hidden) ? "solid: exposed, kernels wait for most of it" : "exposed: kernels wait for most of it"]);
   return make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name)),
     make("span", {}, "pill: bytes that a device sends, time"), nodes.some((node) => node.time === "fused") && make("span", {}, "fused: computed in the kernels of other boxes"));
 }
@@ -275,7 +277,7 @@ function layerPicture(place, nodes) {
     return make("g", { class: "gate", "data-op": gate.text, "data-axes": gate.axes, "data-bytes": gate.bytes },
       make("rect", { x: x - width / 2, y, width, height: lines === 1 ? 22 : PILL - 4, rx: 10, fill: lit, stroke: fill, "stroke-width": 1.5 }),
       ...(lines === 1 ? [make("text", { x, y: y + 15, ...text }, op, ` ${gate.cost}`)] : [make("text", { x, y: y + 14, ...text }, op), make("text", { x, y: y + 28, ...text }, gate.cost)]),
-      make("title", {}, `${gate.text} over ${gate.axes}${gate.hidden ? ", overlaps with kernels" : ""}: ${gate.cost}\n${gate.why}`));
+      make("title", {}, `${gate.text} over ${gate.axes}: ${gate.cost}${gate.waits}\n${gate.why}`));
   }
 
   // levels: a node is below its sources; a collective is directly above its first reader
@@ -285,8 +287,10 @@ function layerPicture(place, nodes) {
   });
   const isGate = (node) => !node.part;
   const isSum = (node) => node.name === "add" && !node.weights.length && !node.gates.length;
+  const single = nodes.map((_, k) => level.filter((other) => other === level[k]).length === 1);
   const size = nodes.map((node, k) => {
     if (k === 0) return { w: 96, h: 22 };
+    if (isGate(node) && !single[k]) return { w: WIDTH, h: PILL * node.gates.length - 4 };
     if (isGate(node)) return { w: Math.max(...node.gates.map((gate) => gateText(gate).length * 6.4 + 24)), h: 22 + 25 * (node.gates.length - 1) };
     if (isSum(node)) return { w: 24, h: 24 };
     const rows = node.weights.reduce((n, w) => n + wrapped(w.dims, WIDTH - 16).length * LINE + w.gates.length * PILL + 5, 0);
@@ -295,7 +299,7 @@ function layerPicture(place, nodes) {
   const levels = [];
   nodes.forEach((_, k) => (levels[level[k]] ??= []).push(k));
 
-  // two columns: the second one begins after the sum nearest to the middle
+  // two columns: the second one begins after the single part nearest to the middle that all later ones read through
   const wide = (place.clientWidth || 1100) >= 780;
   const height = levels.map((of) => Math.max(...of.map((k) => size[k].h)));
   const total = height.reduce((a, b) => a + b + 40, 0);
@@ -304,7 +308,8 @@ function layerPicture(place, nodes) {
     let at = 0, best = Infinity;
     levels.forEach((of, k) => {
       at += height[k] + 40;
-      if (of.length === 1 && isSum(nodes[of[0]]) && k < levels.length - 1 && Math.abs(at - total / 2) < best) { best = Math.abs(at - total / 2); cut = k + 1; }
+      const passes = of.length === 1 && nodes.every((node, later) => level[later] <= k || node.sources.every(([source]) => level[source] >= k));
+      if (passes && nodes[of[0]].part && k < levels.length - 1 && Math.abs(at - total / 2) < best) { best = Math.abs(at - total / 2); cut = k + 1; }
     });
   }
   const across = (of) => Math.max(1, ...of.map((level) => level.length)), space = [levels.slice(0, cut), levels.slice(cut)].map((of) => Math.max(across(of) * (WIDTH + GAP) - GAP, 370));
@@ -339,7 +344,7 @@ function layerPicture(place, nodes) {
   nodes.forEach((node, k) => {
     const { x, y } = at[k], { w, h } = size[k];
     if (k === 0) boxes.push(name(k, "input of the layer"));
-    else if (isGate(node)) node.gates.forEach((gate, i) => boxes.push(pill(gate, x, y + 25 * i, w)));
+    else if (isGate(node)) node.gates.forEach((gate, i) => boxes.push(single[k] ? pill(gate, x, y + 25 * i, w) : pill(gate, x, y + PILL * i, w, 2)));
     else if (isSum(node)) boxes.push(make("circle", { cx: x, cy: y + 12, r: 11, fill: "var(--page)", stroke: "var(--ink)" }), make("text", { x, y: y + 17.5, "font-size": 17, "text-anchor": "middle", fill: "var(--ink)" }, "+"));
     else {
       const box = make("g", { class: "part" }, make("title", {}, node.about), make("rect", { x: x - w / 2, y, width: w, height: h, rx: 7, fill: "var(--soft)", stroke: "var(--ink)", "stroke-width": 1.2 }),
@@ -363,10 +368,11 @@ function layerPicture(place, nodes) {
   if (crossing >= 0) {
     const dims = readers[crossing].find(([k]) => at[k].column === 1)[1];
     labels.push(make("circle", { cx: top.x, cy: top.y, r: 4, fill: "var(--none)" }), ...dimLines(wrapped(dims, space[1] / 2 - 10), top.x + 10, top.y + 4, "start"));
-    wire(`M${at[crossing].x} ${at[crossing].y + 24}v26`);
-    labels.push(make("text", { x: at[crossing].x + 8, y: at[crossing].y + 24 + 30, "font-size": 11.5, fill: "var(--dim)" }, "continues at the right"));
+    const below = at[crossing].y + size[crossing].h;
+    wire(`M${at[crossing].x} ${below}v${12 + LINE * wrapped(dims, space[0] / 2 - 8).length}`);
+    labels.push(make("text", { x: at[crossing].x + 8, y: below + 16 + LINE * wrapped(dims, space[0] / 2 - 8).length, "font-size": 11.5, fill: "var(--dim)" }, "continues at the right"));
   }
-  const last = nodes.length - 1;
+  const sum = nodes.findLastIndex((node, k) => isSum(node) && !readers[k].length), last = sum < 0 ? level.lastIndexOf(Math.max(...level)) : sum;
   wire(`M${at[last].x} ${at[last].y + size[last].h}v16`);
   labels.push(make("text", { x: at[last].x + 8, y: at[last].y + size[last].h + 16, "font-size": 11.5, fill: "var(--dim)" }, "output of the layer"));
   const width = begin[+(cut < levels.length)] + space[+(cut < levels.length)] + RIGHT, tall = Math.max(...bottoms) + 8;

@@ -31,10 +31,7 @@ MAX_OPEN_COLLECTIVES = 12
 NOT_ESTIMATED = "not estimated: no topology"
 NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. A collective over several axes has the colour of the first."
-PIPELINE = (
-    "A column is a tick. In a tick a stage has a slot for each pass (forward above, backward below): it runs its layers for one "
-    "microbatch, or is idle. The bubble is the idle slots: their fraction of the slots, and of the step, which has other parts."
-)
+PIPELINE = "In a tick (a column), a stage has a slot for its forward pass (above) and its backward pass (below)."
 RULES = (
     "Rules in order: an axis goes to the first rule whose dim is present{}. Point at a rule to highlight the arguments that "
     "it shards."
@@ -49,10 +46,7 @@ MEMORY = (
     "Live bytes after each kernel of a step, by kind. The horizontal axis is the order of the kernels, not time: each has the same "
     "width, and the body of a loop is shown once. Point at it, or press the arrow keys, for a kernel."
 )
-ROOFLINE = (
-    "The line is the most that the chip can do. A grey circle is a kernel; larger ones take more of the step. FLOP/s are of the "
-    "estimate, recomputation included; for the step, waiting included."
-)
+ROOFLINE = "The line is the chip's limit, a grey circle a kernel; larger ones take longer. Recomputation is included."
 """The content of the sections of a page."""
 
 

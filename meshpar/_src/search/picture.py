@@ -122,16 +122,15 @@ class Picture:
         out += [_text(x(v), HEIGHT - BOTTOM + 15, format_seconds(v), "middle") for v in x.ticks()]
         out += [_text(LEFT - 6, y(v) + 4, format_memory(v), "end") for v in y.ticks(5)]
         out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step time", "middle"))
-        out.append(_text(LEFT + 8, 24, "peak memory of a device", "start"))
+        out.append(_text(0, 8, "peak memory of a device", "start"))
         labels = self.labels
         dots = (f'<circle cx="{x(seconds):.1f}" cy="{y(peak):.1f}" r="2"/>' for seconds, peak in self.points)
         out.append(f'<g fill="var(--none)" opacity="0.6">{"".join(dots)}</g>')
         points = " ".join(f"{x(seconds):.1f},{y(peak):.1f}" for seconds, peak in self.front)
         out.append(f'<polyline points="{points}" fill="none" stroke="var(--a0)" stroke-width="1.5"/>')
         for row in sorted(rows, key=lambda r: (r == self.best, r in labels)):
-            best = row == self.best
-            colour = "var(--a1)" if best else "var(--a0)" if row in labels else "var(--none)"
-            radius = 6 if best else 4.5 if row in labels else 3
+            others = ("var(--a0)", 4.5) if row in labels else ("var(--none)", 3)
+            colour, radius = ("var(--a1)", 6) if row == self.best else others
             title = escape(_tooltip(row))
             link = f'href="#plan-{self.rows.index(row)}"' if row in listed else ""
             out.append(

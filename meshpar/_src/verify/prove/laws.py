@@ -7,7 +7,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from .relation import Context, Rel, Unverified, aval_of, require
+from ...compat.jax import aval_of
+from .relation import Context, Rel, Unverified, require
 from .term import Term, is_zero
 
 Labels = Sequence[Sequence[Hashable]]

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from jax.extend.core import JaxprEqn
 
+from ....compat.jax import aval_of
 from ..laws import act, axes_text, partial_of
-from ..relation import Context, Rel, aval_of, out_dtype, out_shape, require
+from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
 
 
