@@ -31,7 +31,7 @@ from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Program, Value
 from ..jaxprs import inline, live, variables
 from ..scalars import constant_of
-from .constants import Constants
+from .integers import Constants
 from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
 
 ShardCounts = Callable[[Value, int], int]
