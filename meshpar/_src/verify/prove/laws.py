@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from .pieces import Pieces
 from .relation import Context, Rel, Unverified, aval_of, require
 from .term import Term, is_zero
 
@@ -60,6 +61,10 @@ def act(
             if n in unsharded:
                 require(not axes, f"{name} along dim {n}, which is sharded over {axes_text(axes)}")
             elif size != 1:
+                require(
+                    not isinstance(axes, Pieces) or axes.whole,
+                    f"{name} of values outside of an array, or of incomplete sums",
+                )
                 found = dims.setdefault(n, (size, axes))
                 if found != (size, axes):
                     both = f"{axes_text(found[1])} and {axes_text(axes)}"
