@@ -1,12 +1,13 @@
 """Costs of several processes, and recovery: saves, agreement, the watchdog, plans and compilation for 4,096 chips, kills.
 
-    python benchmarks/pods.py [--kills 6] [--only save,agree,watch,plan,compile,kill,memory]
+    python benchmarks/pods.py [--kills 6] [--only save,agree,watch,plan,compile,kill,memory,elastic]
 
 ``compile`` needs libtpu (`pip install "jax[tpu]"`), but no TPU; without it the row says so. CPU seconds are of
 all threads of a process. Everything runs on virtual CPU devices, groups of processes over Gloo.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -201,6 +202,108 @@ def _trained(folder: Path, kill: tuple[int, float] | None, memory: bool) -> tupl
     return {line["step"]: line["loss"] for line in lines if "loss" in line}, time.monotonic() - began, text
 
 
+ELASTIC = """
+import json, os, sys, time
+import meshpar as mp
+mp.distributed()
+import jax, jax.numpy as jnp, numpy as np, optax
+import meshpar._src.pods.checkpoint as disk
+read = disk._read
+disk._read = lambda *args: print("state from disk", flush=True) or read(*args)
+folder, steps, wait = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+mesh, layout = mp.mesh("slice=2, data=2"), mp.Layout("batch: slice+data; embed: slice+data")
+weights, adam = {"*/up": "embed mlp", "*/down": "mlp embed"}, optax.adam(1e-3)
+if jax.process_count() == 2:
+    open(f"{folder}/{os.environ['MESHPAR_ATTEMPT']}-{jax.process_index()}", "w").write(str(os.getpid()))
+
+def create(key):
+    params = {"up": jax.random.normal(key, (64, 256)) / 8, "down": jax.random.normal(key, (256, 64)) / 16}
+    return {"params": params, "opt": adam.init(params)}
+
+def train_step(state, x):
+    loss_of = lambda p: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"] - x) ** 2)
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt = adam.update(gradients, state["opt"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+init = mp.init(create, mesh=mesh, layout=layout, dims=weights)
+step = mp.jit(train_step, mesh=mesh, layout=layout, dims={**weights, "x": "batch embed"}, donate_argnames="state")
+source = np.random.default_rng(0).normal(size=(1000, 64)).astype(np.float32)
+data = mp.data.batches(source, batch=32, seed=1, mesh=mesh, layout=layout)
+with mp.Checkpoints(f"{folder}/run", every=10**6, memory="slice", data=data) as run, open(f"{folder}/losses", "a") as file:
+    state, at = run.restore_or(init, jax.random.key(0))
+    for n, x in data.from_(at):
+        began = time.time()
+        state, loss = step(state, x)
+        line = {"step": n, "loss": float(loss), "at": time.time(), "compile": time.time() - began if n == at else 0}
+        if jax.process_index() == 0:
+            print(json.dumps(line), file=file, flush=True)
+        if run.save(n, state):
+            sys.exit(75)
+        if n + 1 == steps:
+            break
+        time.sleep(wait)
+"""
+
+
+def _attempt_of(file: Path) -> int:
+    return int(file.name.partition("-")[0])
+
+
+def elastic(count: int) -> Iterator[Row]:
+    """A run on two slices that joins a lost one again; one of both is killed at random moments, also while the run starts."""
+    rng, killed = random.Random(0), list[float]()
+    steps = 150 * count
+    with tempfile.TemporaryDirectory() as root:
+        Path(root, "script.py").write_text(ELASTIC)
+        launch = [sys.executable, "-m", "meshpar", "launch", "-n", "2", "--devices", "4", "--slices", "2"]
+        more = ["--elastic", "slice", "--restarts", str(count), "--back", "1"]
+        lines, reads = {}, 0
+        for name, options, wait in (("lost", more, 0.05), ("calm", [], 0.0)):
+            folder = Path(root, name)
+            folder.mkdir()
+            command = [*launch, *options, str(Path(root, "script.py")), str(folder), str(steps), str(wait)]
+            with (folder / "output").open("w") as output:
+                child, seen = subprocess.Popen(command, env=HERE, stdout=output, stderr=output), set[Path]()
+                while child.poll() is None:
+                    time.sleep(0.02)
+                    started = sorted(folder.glob(f"{max(map(_attempt_of, folder.glob('*-*')), default=0)}-*"))
+                    if options and len(started) == 2 and started[0] not in seen and len(killed) < count:
+                        seen.add(started[0])
+                        time.sleep(rng.uniform(0.0, 5.0))
+                        with contextlib.suppress(ProcessLookupError):  # the run has ended
+                            os.kill(int(rng.choice(started).read_text()), signal.SIGKILL)
+                            killed.append(time.time())
+            text = (folder / "output").read_text()
+            reads += text.count("state from disk")
+            if child.returncode:
+                print(text[-2000:], file=sys.stderr)
+            lines[name] = [
+                json.loads(line) for line in (folder / "losses").read_text().splitlines() if line[-1:] == "}"
+            ]
+    alone = {line["step"]: line["loss"] for line in lines["calm"]}
+    same = {line["step"] for line in lines["lost"]} == alone.keys()
+    worst = max(abs(line["loss"] - alone[line["step"]]) for line in lines["lost"])
+    lost, repeated = [], len(lines["lost"]) - len(alone)
+    for t in killed:
+        before = max((line["step"] for line in lines["lost"] if line["at"] < t), default=-1)
+        new = next((line["at"] for line in lines["lost"] if line["step"] > before), t)
+        compiled = sum(line["compile"] for line in lines["lost"] if t < line["at"] <= new)
+        lost.append(new - t - compiled)
+    yield (
+        f"--elastic, 2 slices, kill -9 of one, {len(killed)} times: steps of {steps} that ran",
+        f"{'all' if same else len(alone)}",
+        "all",
+    )
+    yield "largest difference of a step's loss", f"{worst:.1e}", "≤ 1e-5"
+    yield "steps that ran twice; restores from disk, both slices lost before a copy", f"{repeated}; {reads}", ""
+    yield (
+        "seconds from a kill to a new step, without compile: median, most",
+        f"{statistics.median(lost):.1f}, {max(lost):.1f}",
+        "",
+    )
+
+
 def _children(pid: int) -> list[int]:
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -231,11 +334,12 @@ def _logs_of(script: str, processes: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--only", default="save,agree,watch,plan,compile,kill,memory")
+    parser.add_argument("--only", default="save,agree,watch,plan,compile,kill,memory,elastic")
     args = parser.parse_args()
     rows: dict[str, Callable[[], Iterator[Row]]] = {
         "save": saves, "agree": agreement, "watch": watch, "plan": plan, "compile": compile_large,
         "kill": lambda: kills(args.kills), "memory": lambda: kills(args.kills, memory=True),
+        "elastic": lambda: elastic(args.kills),
     }  # fmt: skip
     table = Table("case", "measured", "limit")
     for name in args.only.split(","):

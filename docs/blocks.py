@@ -10,7 +10,8 @@ In a bash block the lines that begin with ``meshpar`` run. The blocks of a page 
 copy of ``examples/``.
 
 ``<!-- output -->`` right after a block is replaced by its output; ``<!-- output from="each device sends" to="note" -->`` by the
-output lines from the first one whose beginning matches the regular expression ``from``, up to the next one that matches ``to``.
+output lines from the first one whose beginning matches the regular expression ``from``, up to the next one that matches ``to``;
+``<!-- output lines="  step|next" -->`` by each line whose beginning matches, with the lines below it that are indented further.
 A ``text`` fence right after the marker is the stored output, which readers of the Markdown see. A build fails if it differs from
 the output of the block, except for what matches the regular expression of ``<!-- output varies="…" -->`` (durations, versions).
 
@@ -27,6 +28,7 @@ import html
 import importlib
 import importlib.util
 import io
+import itertools
 import os
 import re
 import shlex
@@ -54,7 +56,8 @@ WIDTH = 100
 
 _FENCE = re.compile(
     r"^```(?P<language>python|bash)(?: (?P<word>error|no-run|if-\w+))?\n(?P<code>.*?)^```\n"
-    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")?(?: varies="(?P<varies>[^"]*)")? -->(?P<shown>)'
+    r'(?:\s*<!-- output(?: from="(?P<start>[^"]*)")?(?: to="(?P<stop>[^"]*)")?(?: lines="(?P<lines>[^"]*)")?'
+    r'(?: varies="(?P<varies>[^"]*)")? -->(?P<shown>)'
     r"(?:\n\n```text\n(?P<stored>.*?)^```$)?)?",
     re.MULTILINE | re.DOTALL,
 )
@@ -76,6 +79,7 @@ class Block:
     shown: bool
     start: str | None
     stop: str | None
+    lines: str | None
     varies: str | None
     stored: str | None
 
@@ -123,6 +127,7 @@ def blocks_of(text: str) -> list[Block]:
                 m["shown"] is not None,
                 m["start"],
                 m["stop"],
+                m["lines"],
                 m["varies"],
                 m["stored"],
             )
@@ -251,11 +256,32 @@ def shown(block: Block, printed: str) -> str:
         first = next((k for k, line in enumerate(found) if re.match(block.start, line)), -1)
     if block.stop is not None:
         last = next((k for k, line in enumerate(found) if k > first and re.match(block.stop, line)), -1)
-    if not printed.strip() or first < 0 or last < 0:
-        raise ValueError(f"line {block.line}: no lines from {block.start!r} to {block.stop!r} in\n{plain(printed)}")
-    selected = "\n".join(lines[first:last]).rstrip().split("\n")
-    lines = [*["…"] * (first > 0), *selected, *["…"] * (last < len(lines))]
-    return "\n".join(part for line in lines for part in _wrapped(line.rstrip()))
+    chosen = list(range(first, last)) if first >= 0 else []
+    if block.lines is not None:
+        chosen = _matching(found, block.lines)
+    while chosen and not found[chosen[-1]]:
+        del chosen[-1]
+    if not chosen:
+        wanted = f"from {block.start!r} to {block.stop!r}" if block.lines is None else repr(block.lines)
+        raise ValueError(f"line {block.line}: no lines {wanted} in\n{plain(printed)}")
+    selected: list[str] = []
+    for before, k in itertools.pairwise([-1, *chosen, len(lines)]):
+        selected += ["…"] * any(found[before + 1 : k]) + lines[k : k + 1]
+    return "\n".join(part for line in selected for part in _wrapped(line.rstrip()))
+
+
+def _matching(lines: list[str], wanted: str) -> list[int]:
+    """Which lines match at their beginning, or follow one that does and are indented further by at least 4 columns."""
+    found, indent = [], float("inf")
+    for k, line in enumerate(lines):
+        here = len(line) - len(line.lstrip())
+        if re.match(wanted, line):
+            indent = here
+        elif not line or here < indent + 4:
+            indent = float("inf")
+        if indent < float("inf"):
+            found.append(k)
+    return found
 
 
 def plain(text: str) -> str:

@@ -86,19 +86,23 @@ def box(x: float, y: float, width: float, height: float, fill: str, text: str, i
 def mesh_drawing() -> str:
     """The devices of the mesh ``data=4, model=2``, with their numbers, one row for each index along ``data``."""
     bold = ' font-weight="600"'
-    body = [label(150, 24, "model", style=bold, fill=colour(["model"]))]
+    body = [
+        label(14, 22, "mesh data=4, model=2", "start", bold),
+        label(150, 50, "model", style=bold, fill=colour(["model"])),
+    ]
     for j in range(MESH["model"]):
-        body.append(label(104 + CELL * (j + 0.5), 42, str(j)))
-    body.append(label(28, 50 + CELL * 2 + 4, "data", style=bold, fill=colour(["data"])))
+        body.append(label(104 + CELL * (j + 0.5), 68, str(j)))
+    body.append(label(28, 76 + CELL * 2 + 4, "data", style=bold, fill=colour(["data"])))
     for i in range(MESH["data"]):
-        body.append(label(88, 50 + CELL * (i + 0.5) + 4, str(i)))
+        body.append(label(88, 76 + CELL * (i + 0.5) + 4, str(i)))
         for j in range(MESH["model"]):
             device = i * MESH["model"] + j
-            body += box(104 + CELL * j, 50 + CELL * i, CELL, CELL, "var(--soft)", str(device), "var(--ink)")
+            body += box(104 + CELL * j, 76 + CELL * i, CELL, CELL, "var(--soft)", str(device), "var(--ink)")
     for i in range(1, MESH["data"]):
-        body.append(cut(104, 50 + CELL * i, CELL * MESH["model"], 0, ["data"]))
-    body += [cut(104 + CELL * j, 50, 0, CELL * MESH["data"], ["model"]) for j in range(1, MESH["model"])]
-    return svg(220, 50 + CELL * 4 + 14, body, "a mesh of 4 by 2 devices with the axes data and model")
+        body.append(cut(104, 76 + CELL * i, CELL * MESH["model"], 0, ["data"]))
+    body += [cut(104 + CELL * j, 76, 0, CELL * MESH["data"], ["model"]) for j in range(1, MESH["model"])]
+    body.append(label(14, 76 + CELL * 4 + 24, "in the cells: devices 0 to 7", "start", fill="var(--dim)"))
+    return svg(220, 76 + CELL * 4 + 36, body, "a mesh of 4 by 2 devices with the axes data and model")
 
 
 def cut(x: float, y: float, dx: float, dy: float, axes: Sequence[str]) -> str:
@@ -164,13 +168,17 @@ def shards_drawing() -> str:
         ("embed: data", "each shard is stored by 2 devices"),
         ("embed: data; mlp: model", "each shard is stored by 1 device"),
     ]
-    body = []
+    body = [
+        label(
+            44, 192, "numbers: the devices of the mesh data=4, model=2 that store the shard", "start", fill="var(--dim)"
+        )
+    ]
     for k, (rules, note) in enumerate(cases):
         x = 44 + k * 240
         body.append(rules_label(x + 80, 24, rules))
         body += tensor("embed mlp", (16, 32), mp.Layout(rules), x, 62, 5)
         body.append(label(x + 80, 164, note))
-    return svg(44 + 3 * 240 - 40, 178, body, "a weight of embed by mlp under three layouts")
+    return svg(44 + 3 * 240 - 40, 206, body, "a weight of embed by mlp under three layouts")
 
 
 def matmul_drawing() -> str:
@@ -189,9 +197,10 @@ def matmul_drawing() -> str:
     about = (
         "The matmul has the dims batch, embed and mlp. batch has the first rule, so it takes the axis data.",
         "embed gets no axis here, so the weight, which is stored sharded on embed, is all-gathered.",
+        "Numbers: the devices of the mesh data=4, model=2 that have the shard.",
     )
     body += [label(20, 182 + 18 * k, text, "start") for k, text in enumerate(about)]
-    return svg(756, 214, body, "x of batch by embed times w of embed by mlp under FSDP")
+    return svg(756, 232, body, "x of batch by embed times w of embed by mlp under FSDP")
 
 
 def schedule_drawing(name: str) -> str:
@@ -199,9 +208,12 @@ def schedule_drawing(name: str) -> str:
     schedule, side, height = Schedule(name, 4, 6, order="FBW" if name == "zb" else "FB"), 26, 20
     fills = [f"color-mix(in srgb, {colour(['stage'])} {n}%, var(--ink))" for n in (100, 62, 34)]
     tall = schedule.loops * height
-    left, top = 78, 34
-    body = [label(left, 22, "tick", "end", ' font-weight="600"')]
-    body += [label(left + 8 + side * (t + 0.5), 22, str(t)) for t in range(schedule.ticks)]
+    left, top = 78, 60
+    slots = schedule.all_slots
+    idle = f"{schedule.bubble * slots} of the {slots} slots of a stage are idle: bubble {float(schedule.bubble):.0%}"
+    body = [label(14, 22, f"{name}: {schedule.ticks} ticks; {idle}", "start", ' font-weight="600"')]
+    body.append(label(left, 48, "tick", "end", ' font-weight="600"'))
+    body += [label(left + 8 + side * (t + 0.5), 48, str(t)) for t in range(schedule.ticks)]
     for stage in range(schedule.stages):
         y = top + stage * (tall + 6)
         body.append(label(left, y + tall // 2 + 5, f"stage {stage}", "end"))
@@ -213,7 +225,7 @@ def schedule_drawing(name: str) -> str:
                     x, row, side, height, "var(--line)" if slot is None else fill, "" if slot is None else str(slot[0])
                 )
     width, bottom = (
-        max(left + 16 + side * schedule.ticks, 510 * (schedule.loops > 2)),
+        max(left + 16 + side * schedule.ticks, 520 + 150 * (schedule.loops > 2)),
         top + schedule.stages * (tall + 6) + 26,
     )
     names = ("forward", "backward", "weight gradients")[: schedule.loops]
@@ -222,6 +234,7 @@ def schedule_drawing(name: str) -> str:
         body.append(f'<rect x="{x}" y="{bottom - 22}" width="12" height="12" fill="{fill}"/>')
         body.append(label(x + 18, bottom - 12, text, "start"))
         x += 100 if len(text) < 10 else 150
+    body.append(label(x - 30, bottom - 12, "numbers: microbatches", "start", fill="var(--dim)"))
     return svg(width, bottom, body, f"schedule {name}: four stages, six microbatches, {schedule.ticks} ticks")
 
 
@@ -338,7 +351,13 @@ def scheme_drawing(name: str) -> str:
         body.append(f'<rect x="{x}" y="{y}" width="162" height="20" rx="10" fill="{colour(axes)}"/>')
         size = f' font-size="{11.5 if len(op + what) < 28 else 10}"'
         body.append(label(x + 81, y + 14, f"{op} {what}", fill="var(--page)", style=size))
-    return svg(360, 184 + 25 * (len(largest) > 2), body, f"{title}: {rules}")
+    y = 194 + 25 * (len(largest) > 2)
+    body.append(
+        label(
+            14, y, "lines: shards of the arrays; pills: collectives of a step", "start", ' font-size="11"', "var(--dim)"
+        )
+    )
+    return svg(360, y + 12, body, f"{title}: {rules}")
 
 
 DRAWINGS: dict[str, Callable[[], str]] = {

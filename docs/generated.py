@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import meshpar as mp
-from meshpar._src.entry.cli import GROUPS, _first_sentence, _parser
+from meshpar._src.entry.cli import GROUPS, command_parser
 from meshpar._src.entry.target import load_target
 from meshpar._src.hardware.chips import CHIPS, Chip
 from meshpar._src.plan_api import Plan
@@ -95,20 +95,17 @@ def efficiencies() -> str:
 
 def commands() -> str:
     """The commands in groups, with links to their pages."""
-    parser = _parser()
+    parser = command_parser()
     parts = []
     for group, names in GROUPS.items():
-        rows = [
-            [f"[`meshpar {name}`](cli-{name}.md)", _first_sentence(parser.commands[name].description or "")]
-            for name in names
-        ]
+        rows = [[f"[`meshpar {name}`](cli-{name}.md)", parser.about(name)] for name in names]
         parts.append(f"**{group}**\n\n{table(['command', ''], rows)}")
     return "\n\n".join(parts)
 
 
 def command(name: str) -> str:
     """The description, the usage and the options of a command, from its parser."""
-    parser = _parser().commands[name]
+    parser = command_parser().commands[name]
     usage = re.sub(r"\s+", " ", parser.format_usage().removeprefix("usage: ")).strip()
     parts = [_paragraph(parser.description or ""), f"```text\n{_wrapped_usage(usage)}\n```"]
     rows = []

@@ -164,8 +164,8 @@ def show(console: Console, rows: Sequence[Row]) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(
-        "\nThe estimate overlaps no collectives of attention; a ring's do overlap. Only ulysses balances causal work here;\n"
-        "mp.layers.attention(zigzag=…) balances it for tokens in zig-zag order.\n\nchoice of strategy=None"
+        "\nThe estimate overlaps the hops of a ring, and no other collectives of attention. ulysses and the ring balance causal\n"
+        "work.\n\nchoice of strategy=None"
     )
     for tokens in dict.fromkeys(row.tokens for row in rows):
         found = costs(tokens)

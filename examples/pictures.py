@@ -1,7 +1,7 @@
 """Makes the pictures of the README and the docs: examples/poster.png, two layouts side by side, also in dark;
 examples/plan.png, the top of a plan's page; examples/layer.png, a layer of this plan, also in dark; and examples/lab.png, the lab.
 
-    python examples/pictures.py            # needs Chromium or Chrome (CHROMIUM=google-chrome)
+    python examples/pictures.py            # needs Chromium or Chrome, and Playwright: pip install -e ".[browser]"
     python examples/pictures.py --check    # exit status 1 if a plan's numbers differ from its picture
 
 examples/pictures.json has the numbers that each picture shows.
@@ -10,17 +10,17 @@ examples/pictures.json has the numbers that each picture shows.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import meshpar as mp
 
 HERE = Path(__file__).resolve().parent
 NUMBERS = HERE / "pictures.json"
@@ -32,26 +32,39 @@ class Picture:
 
     Attributes:
       words: of the command line, after ``meshpar plan`` or ``meshpar lab``: target, slice, mesh and layout.
-      size: width and height of the window in pixels.
-      lab: whether it shows the lab instead of a plan's page.
-      left: the words of another plan, which is shown at the left of this one.
+      width: of the window in pixels.
+      title: of the page of a plan, before its devices; "": the name of the function.
+      style: CSS that hides parts of the page of a plan.
+      left: the words of another plan, which is compared with this one.
       dark: whether the page prefers dark colours.
-      section: the id of the section of the page that is shown alone; "": the page.
+      height: of the window with the lab; 0: a page of a plan, which is shown as a whole.
     """
 
     words: tuple[str, ...]
-    size: tuple[int, int]
-    lab: bool = False
+    width: int
+    title: str = ""
+    style: str = ""
     left: tuple[str, ...] = ()
     dark: bool = False
-    section: str = ""
+    height: int = 0
 
 
 SMALL_BATCH = ("examples/llama.py:llama3_8b", "--topology", "v5e:16x16", "--set", "batch=32")
 SEQUENCE = ("--layout", "batch: data; heads, kv_heads, mlp, vocab: model; embed: data; seq: model")
+SIDES = "Sequence parallelism, a known scheme", "Found by a search: mesh axes swapped"
+"""Titles of the two plans of the poster."""
 POSTER = Picture(
     (*SMALL_BATCH, "--mesh", "model=8, data=32", *SEQUENCE),
-    (1500, 532),
+    900,
+    "A train step of Llama 3 8B",
+    ".sides { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; margin-top: 14px } "
+    ".torus .wide { display: none } "
+    ".side { border: 1px solid var(--line); border-radius: 8px; padding: 4px 14px } .mp .side h2 { margin: 8px 0 } "
+    ".side .time { display: flex; gap: 10px; align-items: baseline; white-space: nowrap } .side .time b { font-size: 32px } "
+    ".mp .side .parts > div { font-weight: 400; grid-template-columns: 132px 1fr 62px } .mp .side .parts b { font-weight: 650 } "
+    ".mp .side mark { background: none; color: inherit; display: inline-block; padding: 2px 1px 2px 4px; "
+    "border: 2.5px solid var(--a5); border-radius: 7px } "
+    ".side .down, .side .up { font-weight: 650; font-size: 18px } .mp .side .chips svg { margin: 4px auto; width: 330px }",
     left=(*SMALL_BATCH, "--mesh", "data=32, model=8", *SEQUENCE),
 )
 """The result of a search; at its left the fastest known scheme."""
@@ -65,9 +78,15 @@ PLAN = Picture(
         "--layout",
         "batch: data; heads, kv_heads?, mlp, vocab: model; embed: data; seq: model",
     ),
-    (1100, 1190),
+    1000,
+    style="nav, #timeline ~ section { display: none !important }",
 )
-LAYER = replace(PLAN, size=(1100, 620), section="layer")
+LAYER = replace(
+    PLAN,
+    width=900,
+    title="A layer of Llama 3 8B",
+    style="main > :not(h1, .facts, #layer), #layer h2, .facts :nth-child(n + 3):nth-child(-n + 5) { display: none }",
+)
 PICTURES = {
     "poster.png": POSTER,
     "poster-dark.png": replace(POSTER, dark=True),
@@ -75,26 +94,12 @@ PICTURES = {
     "layer.png": LAYER,
     "layer-dark.png": replace(LAYER, dark=True),
     "lab.png": Picture(
-        (
-            *SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "sequence_parallel",
-        ),
-        (1400, 1000),
-        lab=True,
+        (*SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "sequence_parallel"), 1160, height=1000
     ),
-}  # fmt: skip
-
-
+}
 PLANS = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.left}
 """Plan of a picture → its words on the command line."""
-ALONE = "main > :not(#{0}), #{0} > :not(div) {{ display: none }} .mp.mp.page {{ padding: 8px 16px }}"
-POSTER_STYLE = (
-    "nav, .verdict, .card .dim, section p, .facts > :nth-child(n + 3):nth-child(-n + 5) {{ display: none !important }} "
-    ".parts .track {{ width: {0:.2f}% }} .mp.mp .card b {{ font-size: 32px }} .card {{ font-size: 16px }} "
-    "mark {{ background: none; color: inherit; outline: 2.5px solid var(--a5); outline-offset: 2px; "
-    "border-radius: 4px; margin-left: 6px }}"
-)
-"""Of a page of two side by side, without details, whose bars have the scale of the longer step."""
-SIDE_BY_SIDE = "body { margin: 0; display: flex } iframe { width: 50%; height: 532px; border: 0 }"
+CROP = ".mp.mp.page { padding: 12px 16px }"
 
 
 def meshpar(*words: str) -> list[str]:
@@ -102,7 +107,8 @@ def meshpar(*words: str) -> list[str]:
     return [sys.executable, "-m", "meshpar", *words]
 
 
-def numbers(words: Sequence[str]) -> dict[str, str]:
+@functools.cache
+def numbers(words: tuple[str, ...]) -> dict[str, str]:
     """Step time, peak memory and traffic of a plan, rounded to three digits as the page shows them."""
     done = subprocess.run(meshpar("plan", *words, "--json"), capture_output=True, text=True, cwd=HERE.parent)
     if done.returncode > 1:  # 1: the layout does not fit
@@ -113,21 +119,68 @@ def numbers(words: Sequence[str]) -> dict[str, str]:
     return {name: f"{value:.3g}" for name, value in shown.items()}
 
 
-def marked(page: str, picture: Picture) -> str:
-    """The page of the second plan of a picture with marks at what the first one has differently: dims of rules, the mesh."""
-    before, after = (
-        {flag: words[words.index(flag) + 1] for flag in ("--mesh", "--layout")}
-        for words in (picture.left, picture.words)
+@functools.cache
+def page_of(words: tuple[str, ...]) -> str:
+    """The page of a plan."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.html"
+        to = meshpar("plan", *words, "--html", str(file))
+        subprocess.run(to, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent)
+        return file.read_text()
+
+
+def part(pattern: str, page: str) -> str:
+    """The only group of the first match of a pattern in a page."""
+    found = re.search(pattern, page, re.DOTALL)
+    assert found is not None, pattern
+    return found[1]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
+    """A page with two plans side by side: mesh, step time, its parts on one scale, and the axes on the chips.
+
+    The difference of the step times is computed, and what the second plan has in another way, mesh or layout, is marked.
+    """
+    bars = (json.loads(part(r'"drawParts".*?json">(.*?)</script>', p)) for p in pages)
+    parts = [{name: of for name, *of in rows} for rows in bars]
+    longest, sides = max(p["step, estimated"][0] for p in parts), []
+    meshes = [part(r"<dt>mesh</dt><dd>(.*?)</dd>", p) for p in pages]
+    layouts = [part(r"<dt>layout</dt><dd>(.*?)</dd>", p) for p in pages]
+    mesh = "<mark>{}</mark>" if meshes[0] != meshes[1] else "{}"
+    layout = "<div><mark>{}</mark></div>" if layouts[0] != layouts[1] else ""
+    same = "" if layout else "same rules: "
+    change = 100 * (parts[1]["step, estimated"][0] / parts[0]["step, estimated"][0] - 1)
+    for k, (p, of) in enumerate(zip(pages, parts, strict=True)):
+        (seconds, both), (_, sent) = of["step, estimated"], of["collectives alone"]
+        axes = dict(re.findall(r'chip on (c\d)">(\w+) ', meshes[0]))
+        rows = [("<b>step</b>", seconds, both), *((name, n, [[css, n, name]]) for css, n, name in both)]
+        rows += [(f"collectives: {axes[css]}", n, [[css, n, ""]]) for css, n, _ in sorted(sent)]
+        drawn = "".join(
+            f'<div><span>{name.removesuffix(" communication")}</span><span class="track">'
+            + "".join(f'<i class="{css}" style="width:{100 * n / longest:.1f}%"></i>' for css, n, _ in stack)
+            + f'</span><span class="n">{milliseconds(n)}</span></div>'
+            for name, n, stack in rows
+        )
+        torus = part(r'(<div class="picture" data-draw="drawTorus".*?</script></div>)', p)
+        less = f'<span class="{"up" if change > 0 else "down"}">{same}{change:+.0f} %</span>'.replace("-", "−") * k
+        sides.append(
+            f'<div class="side"><h2>{titles[k]}</h2><div>mesh &nbsp;{mesh.format(meshes[k])}</div>{layout.format(layouts[k])}'
+            f'<div class="time"><b>{milliseconds(seconds)}</b>a step{less}'
+            f'</div><div class="parts">{drawn}</div>{torus}</div>'
+        )
+    head = part(r"(<h1>.*?</h1>)", pages[0])
+    inputs = part(r"<dt>inputs</dt><dd>(.*?)</dd>", pages[0])
+    rules = "" if layout else f"; rules of both: {layouts[0]}"
+    body = (
+        f'{head}<div>{inputs}, planned{rules}</div><div class="sides">{"".join(sides)}</div><p class="dim" style="max-width:none">'
+        "exposed: kernels wait for communication. collectives: all over a mesh axis, also those that overlap with kernels. "
+        "Drawings: the chips, and the links of one group of each axis; the wider a line, the more bytes pass it.</p>"
     )
-    layout = after["--layout"]
-    if f"<code>{layout}</code>" not in page:
-        return page  # the first plan's
-    dims = {rule.dim for rule in set(mp.Layout(layout).rules) - set(mp.Layout(before["--layout"]).rules)}
-    shown = re.sub(rf"\b({'|'.join(dims)})\b(?=[^;]*:)", r"<mark>\1</mark>", layout) if dims else layout
-    page = page.replace(f"<code>{layout}</code>", f"<code>{shown}</code>")
-    if before["--mesh"] != after["--mesh"]:
-        page = re.sub(r"(<dt>mesh</dt><dd>)(.*?)(</dd>)", r"\1<mark>\2</mark>\3", page, count=1)
-    return page
+    return re.sub(r'(?s)(<main class="mp page">).*?(</main>|<script>)', lambda m: m[1] + body + m[2], pages[0], count=1)
 
 
 def draw(name: str, picture: Picture) -> None:
@@ -136,51 +189,45 @@ def draw(name: str, picture: Picture) -> None:
     Raises:
       subprocess.CalledProcessError: a command fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        if not picture.lab:
-            pages = []
-            for words in filter(None, (picture.left, picture.words)):
-                pages.append(Path(folder) / f"plan{len(pages)}.html")
-                to = meshpar("plan", *words, "--html", str(pages[-1]))
-                subprocess.run(to, check=True, stdout=subprocess.DEVNULL, cwd=HERE.parent)
-            if picture.section:
-                text = pages[-1].read_text()
-                pages[-1].write_text(text.replace("</style>", f"{ALONE.format(picture.section)}</style>", 1))
-            if picture.left:
-                seconds = [float(numbers(words)["seconds"]) for words in (picture.left, picture.words)]
-                for page, step in zip(pages, seconds, strict=True):
-                    text = marked(page.read_text(), picture)
-                    style = POSTER_STYLE.format(100 * step / max(seconds))
-                    page.write_text(text.replace("</style>", f"{style}</style>", 1))
-                frames = "".join(f'<iframe src="{page.name}"></iframe>' for page in pages)
-                pages.append(Path(folder) / "both.html")
-                pages[-1].write_text(f"<style>{SIDE_BY_SIDE}</style>{frames}")
-            return screenshot(name, picture, pages[-1].as_uri(), folder)
+    if picture.height:
         words = meshpar("lab", *picture.words, "--no-browser")
         with subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE.parent
         ) as server:
             assert server.stdout is not None
-            address = re.search(r"http://\S+", server.stdout.readline())
-            assert address is not None
-            screenshot(name, picture, address[0], folder)
+            screenshot(name, picture, part(r"(http://\S+)", server.stdout.readline()))
             server.terminate()
-    return None
+        return
+    pages = [page_of(words) for words in (picture.left, picture.words) if words]
+    if picture.title:
+        pages = [re.sub(r"<h1>\w+", f"<h1>{picture.title}", page) for page in pages]
+    text = compared(pages, SIDES) if picture.left else pages[0]
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.html"
+        file.write_text(text.replace("</style>", f"{CROP} {picture.style}</style>", 1))
+        screenshot(name, picture, file.as_uri())
 
 
-def screenshot(name: str, picture: Picture, address: str, folder: str) -> None:
+def screenshot(name: str, picture: Picture, address: str) -> None:
     """Open an address in a headless browser, and save a screenshot."""
-    browser = [os.environ.get("CHROMIUM", "chromium"), "--headless", "--no-sandbox", "--hide-scrollbars"]
-    size = f"--window-size={picture.size[0]},{picture.size[1]}"
-    dark = ["--force-dark-mode"] if picture.dark else []
-    options = [
-        *dark,
-        f"--user-data-dir={folder}/profile",
-        "--virtual-time-budget=30000",
-        size,
-        f"--screenshot={HERE / name}",
-    ]
-    subprocess.run([*browser, *options, address], check=True, stderr=subprocess.DEVNULL)
+    from playwright.sync_api import sync_playwright
+
+    browsers = os.environ.get("CHROMIUM"), *map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=next(filter(None, browsers)), args=["--no-sandbox"])
+        size = {"width": picture.width, "height": picture.height or 900}
+        page = browser.new_page(
+            viewport=size,
+            device_scale_factor=1.5 if picture.height else 2,
+            color_scheme="dark" if picture.dark else "light",
+        )
+        page.goto(address, wait_until="networkidle")
+        if picture.height:
+            page.wait_for_timeout(20_000)  # until the known layouts are planned
+            page.screenshot(path=HERE / name)
+        else:
+            page.locator("main").screenshot(path=HERE / name)
+        browser.close()
 
 
 def main() -> int:

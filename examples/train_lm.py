@@ -158,8 +158,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
             losses,
             bits,
             bytes_per_step=args.batch * args.seq,
-            title=args.layout if preset else "custom layout",
-            subtitle=f"{rules}   on {axes_of(mesh)}",
+            title=f"A byte-level Transformer, {args.layout if preset else 'custom layout'}",
+            subtitle=f"{rules}   on {mesh.size} {mesh.devices.flat[0].platform} devices, {axes_of(mesh)}",
             path=args.picture,
         )
         console.print(f"loss curve in {args.picture}")

@@ -16,6 +16,11 @@ def precision(dtype: Any) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
+def wide(*arrays: Any) -> Any:
+    """The dtype of accumulators: float32, or float64 of float64 operands."""
+    return jnp.promote_types(jnp.result_type(*(a.dtype for a in arrays)), jnp.float32)
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """a · b contracted over dims (contract[0], contract[1]), accumulated and returned in float32."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
@@ -33,5 +38,5 @@ def no_tangent(x: Any) -> np.ndarray | None:
 
 
 def row_dots(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Σ a·b over the last dim, in float32."""
-    return (a.astype(jnp.float32) * b.astype(jnp.float32)).sum(-1)
+    """Σ a·b over the last dim, in float32 or wider."""
+    return (a.astype(wide(a)) * b.astype(wide(b))).sum(-1)

@@ -247,12 +247,14 @@ def write(file: Path, table: Table) -> None:
     """Replace the file atomically, so that no reader sees half of it."""
     devices = {
         kind: {
-            shape: {dtype: {**vars(e.config), "seconds": e.seconds, "analytic_seconds": e.analytic_seconds, "jax": e.jax}
-                    for dtype, e in dtypes.items()}
+            shape: {
+                dtype: {**vars(e.config), "seconds": e.seconds, "analytic_seconds": e.analytic_seconds, "jax": e.jax}
+                for dtype, e in dtypes.items()
+            }
             for shape, dtypes in classes.items()
         }
         for kind, classes in table.items()
-    }  # fmt: skip
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False) as to:
         json.dump({"format": FORMAT, "devices": devices}, to, indent=2, sort_keys=True)

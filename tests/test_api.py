@@ -162,8 +162,11 @@ def test_trace_and_eval_shape(jit):
 
 def test_compiler_options_reach_every_way_of_compiling(jit):
     step = jit(train, compiler_options={"xla_no_such_option": True})
-    for compiling in (lambda: step(params(), batch()), lambda: step.lower(params(), batch()).compile(),
-                      lambda: step.trace(params(), batch()).lower().compile()):  # fmt: skip
+    for compiling in (
+        lambda: step(params(), batch()),
+        lambda: step.lower(params(), batch()).compile(),
+        lambda: step.trace(params(), batch()).lower().compile(),
+    ):
         with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
             compiling()
 

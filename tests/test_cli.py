@@ -22,7 +22,7 @@ from rich.ansi import AnsiDecoder
 
 import meshpar as mp
 from meshpar._src.entry import cli
-from meshpar._src.entry.cli import GROUPS, _parser, main
+from meshpar._src.entry.cli import GROUPS, command_parser, main
 from meshpar._src.entry.target import concrete, load_target, parse_options
 from meshpar._src.lab.lab import Lab
 from meshpar._src.units import format_memory
@@ -146,8 +146,8 @@ def planned(run):
 def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
     status, out, err = run("plan small --topology v5e:2x4")
     assert status == 0
-    assert "mesh     data=8 (default: one axis over all of v5e:2x4)" in err
-    assert "layout   batch: data; embed: data (default: FSDP)" in err
+    assert err == "default  mesh: data=8, one axis over all of v5e:2x4\ndefault  layout: FSDP over the first axis\n"
+    assert "layout    batch: data; embed: data\n" in out
     assert "8 devices" in out
     assert "a step takes" in out
 
@@ -155,7 +155,7 @@ def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
 @pytest.mark.parametrize(("layout", "mesh"), [("hsdp", "slice=2, data=8"), ("zero1", "data=16")])
 def test_the_default_mesh_of_two_nodes_has_the_axes_of_the_layout(run, layout, mesh):
     status, out, err = run(f"plan small --topology '2x h100:8' --layout {layout}")
-    assert (status, f"mesh     {mesh} (default: " in err) == (0, True)
+    assert (status, f"default  mesh: {mesh}, " in err) == (0, True)
     assert f"layout    {mp.Layout(layout)}" in out
 
 
@@ -163,7 +163,7 @@ def test_a_model_of_70_billion_weights_by_its_defaults_alone(capsys):
     llama = Path(__file__).parent.parent / "examples" / "llama.py"
     assert main(["plan", f"{llama}:llama3_70b", "--topology", "v5p:8x8x8"]) == 0
     out, err = capsys.readouterr()
-    assert "data=512 (default" in err
+    assert "mesh: data=512, one axis" in err
     lines = out.splitlines()
     assert any(line.startswith("each device needs") and "of the 95.74 GiB of a v5p" in line for line in lines)
     assert "bound by matmuls " in out
@@ -220,6 +220,8 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
     status, out, _ = run(big)
     assert status == 1
     assert out.startswith("DOES NOT FIT  each device needs ")
+    assert out.splitlines()[1].startswith("fix  no layout fits: ")
+    assert not re.search(r"^  step |MFU", out, re.MULTILINE)
     assert run(f"{big} --json")[0] == 1
     command = shlex.split(
         out.splitlines()[-1].removeprefix("next  meshpar ").removesuffix(": enough devices for the state")
@@ -228,6 +230,16 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
         "search",
         re.search(r"They fit on \d+ devices: (.*)", out)[1],
     )
+
+
+def test_a_search_in_which_nothing_fits_goes_on_with_a_larger_topology(run):
+    status, out, _ = run("search small --topology v5e:2x2 --set mlp=1600000000 --layout 'mlp: data' --max-plans 4")
+    larger = re.search(r"this layout fits on\s(\S+)\swith\sthe\smesh\s([\w=]+)", out)
+    assert status == 1
+    assert larger is not None
+    next_one = shlex.split(out.splitlines()[-1])
+    assert next_one[:3] == ["next", "meshpar", "plan"]
+    assert [next_one[next_one.index(flag) + 1] for flag in ("--topology", "--mesh")] == [*larger.groups()]
 
 
 def test_a_layout_of_those_for_every_model(run, planned):
@@ -302,9 +314,7 @@ def test_names_of_a_target_without_dims(run, tmp_path):
 
 
 def test_other_names_for_those_of_the_model():
-    from meshpar._src.entry.cli import _parser
-
-    args = _parser().parse_args(["plan", "file.py:step", "--names", "act_batch = batch, act_emb=_"])
+    args = command_parser().parse_args(["plan", "file.py:step", "--names", "act_batch = batch, act_emb=_"])
     assert args.names == {"act_batch": "batch", "act_emb": "_"}
 
 
@@ -440,7 +450,7 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("smal --mesh data=4", "has no function `smal`\n  fix     did you mean small"),
+        ("smal --mesh data=4", "has no function `smal`\n  fix     did you mean `small`"),
         ("wrong --mesh data=4", "returned a function\n  fix     it returns (step, arguments)"),
         ("pair --mesh data=4", "fix     it returns (step, arguments)"),
         ("step --mesh data=4", "it returns (step, arguments)"),
@@ -720,7 +730,7 @@ def test_an_option_arrives(run, monkeypatch, tmp_path, command, text, keyword, v
 
 def test_every_option_has_a_row():
     for command, cases in OPTIONS.items():
-        flags = {s for action in _parser().commands[command]._actions for s in action.option_strings}
+        flags = {s for action in command_parser().commands[command]._actions for s in action.option_strings}
         shown = {word for text, _, _ in cases for word in text.split() if word.startswith("--")}
         own = ELSEWHERE | ({"--calibration"} if command == "calibrate" else set())  # the file that it writes
         assert {s for s in flags if s.startswith("--")} - own == shown, command
@@ -802,7 +812,7 @@ def test_the_commands_are_listed_in_groups(capsys):
     text = capsys.readouterr().out
     groups = [text.index(f"{group}:") for group in GROUPS]
     assert groups == sorted(groups)
-    assert {name for names in GROUPS.values() for name in names} == set(_parser().commands)
+    assert {name for names in GROUPS.values() for name in names} == set(command_parser().commands)
     assert all(f"\n  {name} " in text for names in GROUPS.values() for name in names)
     assert "exit status: 0: success; 1: the answer is no" in text
 
@@ -811,16 +821,23 @@ def test_the_commands_are_listed_in_groups(capsys):
     ("words", "text"),
     [
         (["plen"], "there is no command `plen`; did you mean `plan`?"),
+        (["foo"], "there is no command `foo`; commands there are: calibrate, check, "),
         (["plan", "TARGET", "--layuot", "fsdp"], "did you mean --layout?"),
-        (["search", "TARGET", "--topology", "v5e:2x2", "--max-plan=3", "--zzz"], "unrecognized arguments: --zzz"),
-        (["--verzion", "plan", "TARGET"], "unrecognized arguments: --verzion"),
+        (["search", "TARGET", "--topology", "v5e:2x2", "--max-plan=3", "--zzz"], "error: there is no option --zzz\n"),
+        (["--verzion", "plan", "TARGET"], "error: there is no option --verzion; did you mean --version?\n"),
+        (["plan", "TARGET", "--mesh", "data=4,", "model=2"], "error: `model=2` belongs to no option: quote a value"),
+        (["plan", "TARGET", "--lowering", "jitt"], "there is no --lowering `jitt`; did you mean `jit`?"),
+        (["diff"], "error: missing: TARGET, file.py:function"),
     ],
 )
 def test_misspelled_words_of_a_command_line(words, text, capsys):
     with pytest.raises(SystemExit) as stop:
         main(words)
     assert stop.value.code == 2
-    assert text in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert text in err
+    assert err.startswith("error: ")
+    assert err.endswith(" --help lists the options\n")
 
 
 def test_collectives_as_csv_and_the_page_in_a_browser(run, target, tmp_path, monkeypatch):

@@ -207,8 +207,11 @@ def test_a_template_has_one_pattern_for_equal_arrays_only():
         mp.init(lambda: params, mesh="data=4", layout="mlp: data")()
     lines = str(said[0].message).partition("dims={\n")[2].splitlines()
     assert [line.partition(",")[0].strip() for line in lines[:-1]] == [
-        '"*/layers_*/fc1": "_ _"', '"*/layers_*/fc2": "_ _"', '"*/out/0": "_ _"', '"*/out/1": "_ _"',
-    ]  # fmt: skip
+        '"*/layers_*/fc1": "_ _"',
+        '"*/layers_*/fc2": "_ _"',
+        '"*/out/0": "_ _"',
+        '"*/out/1": "_ _"',
+    ]
 
 
 def test_errors_of_patterns_are_about_parameters_and_name_the_arguments():

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import meshpar as mp
+from meshpar._src.compat.processes import ELASTIC
 from meshpar._src.hardware.topology import topology_devices
 from meshpar._src.mesh import planned_mesh
 from meshpar.errors import LayoutSyntaxError, MeshError
@@ -35,6 +36,14 @@ def test_minus_one_fills():
     assert dict(mp.mesh("data=8, model=-1").shape) == {"data": 8, "model": 1}
     with pytest.raises(MeshError, match="8 devices do not divide by 3"):
         mp.mesh("data=-1, model=3")
+
+
+def test_the_axis_over_slices_has_the_size_of_those_that_are_left(monkeypatch):
+    monkeypatch.setenv(ELASTIC, "slice=1")
+    assert dict(mp.mesh("slice=2, data=4").shape) == {"slice": 1, "data": 4}
+    assert dict(mp.mesh("slice=2, data=-1").shape) == {"slice": 1, "data": 8}
+    assert dict(mp.mesh("data=4, model=2").shape) == {"data": 4, "model": 2}
+    assert mp.mesh("slice=2, data=4", devices=jax.devices()).shape["slice"] == 2
 
 
 def test_a_smaller_mesh_takes_the_first_devices():

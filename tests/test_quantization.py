@@ -13,9 +13,12 @@ import meshpar as mp
 E, M, H, D, B = 64, 128, 4, 16, 8
 CONTRACT = {"*query": "embed", "*out": "heads head_dim", "*up": "embed", "*down": "mlp"}
 DIMS = {
-    "*query": "layers embed heads head_dim", "*out": "layers heads head_dim embed",
-    "*up": "layers embed mlp", "*down": "layers mlp embed", "x": "batch embed",
-}  # fmt: skip
+    "*query": "layers embed heads head_dim",
+    "*out": "layers heads head_dim embed",
+    "*up": "layers embed mlp",
+    "*down": "layers mlp embed",
+    "x": "batch embed",
+}
 AXES = {"query": (1,), "out": (1, 2), "up": (1,), "down": (1,)}
 
 

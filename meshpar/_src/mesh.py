@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from ..errors import IdleDevicesWarning, LayoutSyntaxError, MeshError
 from .compat.devices import device_mesh as ordered_devices
 from .compat.jax import mesh_in_context, user_stacklevel, with_auto_axes
-from .compat.processes import DEVICES, process_count
+from .compat.processes import DEVICES, ELASTIC, process_count
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh
 from .units import mesh_text
@@ -120,7 +120,8 @@ def mesh(
 
     Args:
       spec: axes and sizes, as text, ``"data=4, model=2"`` or ``"data:4;model:2"``, or as a mapping, ``{"data": 4, "model": 2}``; or
-        the sizes alone, ``(4, 2)``. One size may be -1: the rest of the devices.
+        the sizes alone, ``(4, 2)``. One size may be -1: the rest of the devices. Under ``meshpar launch --elastic AXIS`` this axis
+        has the number of slices that are left, unless ``topology`` or ``devices`` is given.
       names: the axes, if ``spec`` has the sizes alone: ``("data", "model")``.
       topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN: the first
         axes), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's
@@ -148,6 +149,11 @@ def mesh(
         # of GPUs, hosts first: the last axes share one host's NVLink
         return _mesh_of(list(topology_devices(topology)), sizes, 0 if where.chip.switch else where.slices, text)
     every = devices is None
+    axis, _, left = os.environ.get(ELASTIC, "").partition("=")
+    if (
+        every and axis in sizes and left.isdecimal()
+    ):  # `meshpar launch --elastic`: one index for each slice that is left
+        sizes[axis] = int(left)
     devices = list(jax.devices() if devices is None else devices)
     fill_mesh(sizes, len(devices))
     need = math.prod(sizes.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,8 @@ from .units import format_memory, format_seconds
 
 Writer = Callable[[int, Mapping[str, float]], None]
 """A function of a step's number and of values by name."""
+SLOW = 0.1
+"""The fraction of a step for which the host of a process is busy longer than those of the others, if it is reported as slow."""
 
 
 class Meter:
@@ -44,7 +47,8 @@ class Meter:
     - with ``path``, ``goodput``, the productive fraction of the time since the first start of the run, and ``restarts``,
       ``compile_seconds`` and ``repeated_steps`` (:class:`meshpar.types.Goodput`);
     - with ``audit``, ``audited_share``; in jobs of several processes also ``slowest_process``, which waited the least for its
-      devices, and ``slowest_host_seconds``, the part of a step in which it did not wait: it loaded data, or started the step;
+      devices, and ``slowest_host_seconds``, the part of a step in which it did not wait: it loaded data, or started the step; and
+      ``slow_process``, the same process, if this part exceeds the median of the others by 10 % of a step;
     - every scalar of the metrics.
 
     Example:
@@ -82,7 +86,8 @@ class Meter:
           path: a file of JSON with :attr:`goodput`, which the next start of the run reads. It is written with the other values.
           audit: after every ``audit`` steps the copies of replicated arrays of the state, which :meth:`step` is given, are
             compared by digests of their bits, on the devices. ``values["audited_share"]`` is the fraction of the state on a
-            device that has copies: arrays of which each device has the only copy are not audited.
+            device that has copies. Of the other arrays the largest matrix stands for a layer: three devices multiply a part of it
+            by itself, and the results are compared.
 
         Raises:
           UnsupportedError: ``every`` or ``audit`` below 1, a writer of another kind, or a file at ``path`` of other content.
@@ -185,8 +190,12 @@ class Meter:
         if self._audit.share:
             values["audited_share"] = self._audit.share
         if len(self._audit.seconds) > 1:
-            slowest, (_, host) = max(self._audit.seconds.items(), key=lambda item: item[1][1])
-            values |= {"slowest_process": slowest, "slowest_host_seconds": host}
+            hosts = {process: host for process, (_, host) in self._audit.seconds.items()}
+            slowest = max(hosts, key=hosts.__getitem__)
+            values |= {"slowest_process": slowest, "slowest_host_seconds": hosts[slowest]}
+            others = statistics.median(host for process, host in hosts.items() if process != slowest)
+            if hosts[slowest] - others > SLOW * seconds:
+                values["slow_process"] = slowest
         return {**values, **self._planned, **_scalars(metrics)}
 
     def close(self, status: str = "success") -> None:

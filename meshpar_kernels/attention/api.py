@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -16,12 +17,13 @@ from meshpar_kernels._arithmetic import no_tangent, row_dots
 from meshpar_kernels._choose import devices_on, refuse_sharded
 from meshpar_kernels.attention import gathered, ring, ulysses
 from meshpar_kernels.attention.context import Context
-from meshpar_kernels.attention.costs import AttentionCosts, Machine, costs
+from meshpar_kernels.attention.costs import AttentionCosts, Machine, costs, ready
 from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK
 from meshpar_kernels.attention.options import OP, ContextParallel, Operands, Options
 
-MODULES: dict[str, Any] = {"ring": ring, "ulysses": ulysses, "gathered": gathered}
+MODULES: dict[str, Any] = {"ring": ring, "ulysses": ulysses, "ring+ulysses": ulysses, "gathered": gathered}
 Axes = str | tuple[str, ...]
+Devices = int | Mapping[str, int]
 Segments = jax.Array | tuple[jax.Array, jax.Array] | None
 
 
@@ -33,6 +35,7 @@ def ring_attention(
     *,
     causal: bool = False,
     segment_ids: Segments = None,
+    positions: jax.Array | None = None,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -45,10 +48,13 @@ def ring_attention(
     The strategies of `parallel`:
 
     - "ring": K and V circulate by `ppermute`, overlapped with the attention to the blocks that have arrived. Fully
-      masked blocks are skipped; with a window, K and V are sent only to devices that use them. Memory: a few K/V blocks
-      of one device. Source: Liu et al. 2023, "Ring Attention with Blockwise Transformers".
+      masked blocks are skipped; with a window, K and V are sent only to devices that use them. Causal work is balanced
+      by an exchange of queries (`ContextParallel.balance`). Memory: a few K/V blocks of one device. Source: Liu et al.
+      2023, "Ring Attention with Blockwise Transformers".
     - "ulysses": all-to-alls reshard from the sequence to the heads. H must divide over the A devices, and so must Hkv,
       or A over Hkv: then each K/V head is copied to the A/Hkv devices that use it. Source: Jacobs et al. 2023.
+    - "ring+ulysses": over several mesh axes, Ulysses over the last ones, as many as the heads permit, and a ring over the
+      others. Source: Fang & Zhao 2024, "USP".
     - "gathered": K and V are all-gathered, in the backward pass as well; their gradients are reduce-scattered in
       float32.
 
@@ -57,7 +63,7 @@ def ring_attention(
     operands are multiplied in full precision.
 
     Args:
-      q: [B, Sq/A, H, D]; float32, bfloat16 or float16.
+      q: [B, Sq/A, H, D]; float32, bfloat16 or float16; or float64, with accumulators in float64.
       k: [B, Skv/A, Hkv, D], q's dtype; H is a multiple of Hkv.
       v: [B, Skv/A, Hkv, Dv].
       axis_name: the mesh axis (or several as one, the first major) over which the sequence is sharded; None: one
@@ -65,6 +71,8 @@ def ring_attention(
       causal: a query sees no later key; positions count from the start of each sequence.
       segment_ids: int [B, Sq/A], of queries and keys (Sq = Skv), or a pair ([B, Sq/A], [B, Skv/A]): a query sees the
         keys of its own segment.
+      positions: int32 [Sq/A], the positions of the tokens, the same in all rows (Sq = Skv), for tokens in another order
+        (`mp.data.balance`); None: the order of `parallel`.
       window: a query sees the keys less than `window` positions away; with `causal` itself and the window - 1 keys
         before it.
       scale: factor on q·k; None: 1/√D.
@@ -99,11 +107,12 @@ def ring_attention(
         strategy=parallel.strategy,
         zigzag=math.prod(sizes.values()) if parallel.order == "zigzag" else 1,
         both_ways=parallel.both_ways,
+        balance=parallel.balance,
         implementation=implementation,
         chunks=chunks,
         scatter=parallel.scatter,
     )
-    x = Operands(q, k, v, *(segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)))
+    x = Operands(q, k, v, *(segment_ids if isinstance(segment_ids, tuple) else (segment_ids, None)), positions)
     return _attention_jit(plan(x, sizes, options), *x)
 
 
@@ -135,37 +144,41 @@ def plan(x: Operands, axes: Mapping[str, int], options: Options) -> Plan:
         implementation=options.implementation,
         sizes=tuple(axes.values()),
         scatter=options.scatter,
+        balanced=options.balance,
+        placed=x.pos is not None,
     )
     strategy = options.strategy
-    if strategy == "ulysses" and (why := ulysses.refusal(x.q.shape[2], x.k.shape[2], devices)) is not None:
-        raise ValueError(
-            f'{OP}: strategy="ulysses": {why}; it needs heads that divide over the devices, and K/V heads that do, or '
-            'whose number divides the number of devices. "ring" and "gathered" take any heads'
-        )
     if strategy is None:
-        strategy = "ring" if devices == 1 else costs(context, x.q, x.k, x.v, segments=x.segments).strategy
-    return Plan(context, strategy)
+        strategy = "ring" if devices == 1 else costs(context, *x[:3], segments=x.segments).strategy
+    found = ready(context, strategy, *x[:3], x.segments, Machine())
+    if isinstance(found, str):
+        hint = (
+            "; it needs heads that divide over the devices, and K/V heads that do, or whose number divides the number of "
+            'devices. "ring" and "gathered" take any heads'
+        )
+        raise ValueError(f'{OP}: strategy="{strategy}": {found}{hint * ("ulysses" in strategy)}')
+    return Plan(found, strategy)
 
 
 def attention_costs(
-    q: Any, k: Any, v: Any, devices: int, *, segments: int = 0, machine: Machine | None = None, **options: Any
+    q: Any, k: Any, v: Any, devices: Devices, *, segments: int = 0, machine: Machine | None = None, **options: Any
 ) -> AttentionCosts:
     """Transfers, memory, FLOPs and estimated seconds of each strategy of `ring_attention` on one device, and the
     strategy that it chooses.
 
     Time is estimated by an α-β model of a ring with links in both directions: all-gather and reduce-scatter send
     (A-1)/2 local blocks over a link, an all-to-all A/8 of its operand, a permute its operand. FLOPs count the visible
-    pairs of the busiest device, at the peak rate. The transfers of "ring" are overlapped with its attention, but each
-    of its hops reads and writes the float32 accumulators once more.
+    pairs of the busiest device, at the peak rate. The hops of a ring are overlapped with its attention, but each
+    of them reads and writes the float32 accumulators once more.
 
     Args:
       q, k, v: arrays or `jax.ShapeDtypeStruct`, of one device: [B, S/A, H, D].
-      devices: A.
+      devices: A; or {mesh axis: its size}, the first major, for "ring+ulysses".
       segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. The pairs that they mask
         are unknown.
       machine: hardware rates of a device, and the memory that attention may use; None: a TPU v5p, 2 GiB.
-      options: causal, window, scale, softcap, chunks as in `ring_attention`; both_ways and scatter as in `ContextParallel`;
-        zigzag: the number of devices for which the tokens are in zig-zag order.
+      options: causal, window, scale, softcap, chunks as in `ring_attention`; both_ways, balance and scatter as in
+        `ContextParallel`; zigzag: the number of devices for which the tokens are in zig-zag order.
 
     Returns:
       `AttentionCosts`: `.of[strategy]` with bytes, memory, FLOPs and seconds of forward and backward pass together;
@@ -174,7 +187,9 @@ def attention_costs(
     Raises:
       ValueError: arguments that do not fit.
     """
-    c = plan(Operands(q, k, v), {"ring": devices}, Options(strategy="ring", **options)).context
+    over = {"ring": devices} if isinstance(devices, int) else devices
+    c = plan(Operands(q, k, v), over, Options(strategy="ring", **options)).context
+    c = dataclasses.replace(c, balanced=options.get("balance"))
     return costs(c, q, k, v, segments=segments, machine=machine)
 
 

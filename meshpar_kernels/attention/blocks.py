@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import wide
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax, merge, nothing
 from meshpar_kernels.attention.masks import Mask
 
@@ -84,7 +85,7 @@ def backward(
     values through these keys."""
     if not s.mask.causal or layout.aligned:
         return call(s, k)
-    zeros = _compat.same_varying(q.x, *(jnp.zeros(a.shape, jnp.float32) for a in (q.x, k.k, k.v)))[1:]
+    zeros = _compat.same_varying(q.x, *(jnp.zeros(a.shape, wide(a)) for a in (q.x, k.k, k.v)))[1:]
 
     def add(total: Any, s: Softmax, first: Any, length: int) -> Any:
         """The gradients with those through the keys [first, first + length) added to them."""

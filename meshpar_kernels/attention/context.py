@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -36,6 +37,10 @@ class Context:
       sizes: of the axes; (): one axis with all devices.
       scatter: how the gradients of gathered keys and values are reduced: "xla", "ring", or None: rings if there are
         several axes.
+      balanced: a ring exchanges queries between devices, so that causal work is balanced; None: where that takes less
+        time (`costs.ready`).
+      placed: the positions of the tokens are an operand.
+      inner: number of the last axes over which heads are exchanged.
     """
 
     axes: Axes
@@ -46,16 +51,35 @@ class Context:
     implementation: str | None = None
     sizes: tuple[int, ...] = ()
     scatter: str | None = None
+    balanced: bool | None = False
+    placed: bool = False
+    inner: int = 0
+
+    def over(self, first: int, end: int) -> Context:
+        """The context of the axes first…end-1."""
+        stages = self.stages[first:end]
+        axes, sizes = tuple(a for a, _ in stages), tuple(n for _, n in stages)
+        return dataclasses.replace(self, axes=axes, sizes=sizes, devices=math.prod(sizes), inner=0)
+
+    @property
+    def outer(self) -> Context:
+        """The context of the axes over which no heads are exchanged."""
+        return self.over(0, len(self.axes) - self.inner) if self.inner else self
+
+    @property
+    def exchange(self) -> Context:
+        """The context of the axes over which heads are exchanged."""
+        return self.over(len(self.axes) - self.inner, len(self.axes))
 
     @property
     def stages(self) -> list[tuple[str, int]]:
         """The axes and their sizes."""
-        return list(zip(self.axes, self.sizes or (self.devices,), strict=True))
+        return list(zip(self.axes, self.sizes or (self.devices,) * len(self.axes), strict=True))
 
     @property
     def in_order(self) -> bool:
         """Whether the tokens of each device, and of all together, are in the order of their positions."""
-        return self.zigzag == 1
+        return self.zigzag == 1 and not self.placed
 
     def rank(self) -> jax.Array | int:
         """Rank of this device, int32 [] (0 for one device)."""
@@ -66,14 +90,26 @@ class Context:
         index = device * each + jnp.arange(low, each if high is None else high, dtype=jnp.int32)
         return positions(index, each * self.devices, self.zigzag)
 
-    def all_positions(self, each: int) -> jax.Array:
-        """int32 positions of all devices' tokens, in the order of the devices."""
+    def own_positions(self, given: jax.Array | None, each: int) -> jax.Array:
+        """int32 positions of this device's tokens; `given`: the operand, if they are one."""
+        return self.positions(self.rank(), each) if given is None else given
+
+    def all_positions(self, given: jax.Array | None, each: int) -> jax.Array:
+        """int32 positions of all devices' tokens, in the order of the devices; `given`: this device's, if they are an
+        operand."""
+        if given is not None:
+            return lax.all_gather(given, self.axes, tiled=True)
         total = each * self.devices
         return positions(jnp.arange(total, dtype=jnp.int32), total, self.zigzag)
 
     def shift(self, x, by: int):
         """The pytree of the device `by` below on the ring: every device sends its own to the device `by` above."""
         pairs = [(i, (i + by) % self.devices) for i in range(self.devices)]
+        return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
+
+    def mirrored(self, x):
+        """The pytree of the device A - 1 - i, on device i."""
+        pairs = [(i, self.devices - 1 - i) for i in range(self.devices)]
         return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
 
     @property

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from meshpar_kernels._arithmetic import wide
 from meshpar_kernels.attention import ring, ulysses
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.masks import visible_pairs
 from meshpar_kernels.attention.options import STRATEGIES
 
 RING_FROM = 256 * 1024
-"""Number of tokens from which ring attention is chosen by its estimated time; with fewer tokens only if nothing else fits."""
+"""Number of tokens from which ring attention is chosen by its estimated time; with fewer tokens only if nothing else fits,
+or has as little work."""
 
 GIB = 1 << 30
 
@@ -48,8 +52,11 @@ class Sent:
       shape, dtype: of the operand on one device.
       times: number of executions.
       why: name of the arrays that are sent, for reports.
-      step: of a permute: distance on the ring.
-      stage: (mesh axis, its size); None: all axes.
+      step: of a permute: number of its messages on the busiest link of a ring.
+      stage: (mesh axes, number of devices on them); None: all axes.
+      route: of a permute: to the "next" device; "both" if another one runs in the other direction meanwhile; "mirror": to
+        device A - 1 - i.
+      hidden: FLOPs of the attention that are computed meanwhile; infinite for the hops of a ring.
     """
 
     op: str
@@ -58,7 +65,9 @@ class Sent:
     why: str
     times: int = 1
     step: int = 1
-    stage: tuple[str, int] | None = None
+    stage: tuple[tuple[str, ...], int] | None = None
+    route: str = "next"
+    hidden: float = 0.0
 
     def bytes(self, devices: int) -> float:
         """Bytes that a device sends in total; `devices`: number of devices on all axes."""
@@ -76,10 +85,10 @@ class Sent:
             "all-gather": full * (devices - 1) / 2,
             "reduce-scatter": full * (devices - 1) / devices / 2,
             "all-to-all": full * devices / 8,  # traffic over the bisection of the ring
-            "collective-permute": full * min(abs(self.step), devices - abs(self.step)),
+            "collective-permute": full
+            * min(abs(self.step), devices - abs(self.step))
+            / (2 if self.route == "both" else 1),
         }[self.op]
-        if self.op == "collective-permute" and self.stage is not None and devices > 2:
-            carried /= 2  # blocks of a stage are sent in both directions at once
         return self.times * (hops * machine.latency + carried / machine.link)
 
 
@@ -127,71 +136,143 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
     """The collectives that one device takes part in: (forward pass, backward pass).
 
     Args:
+      c: of this strategy (`ready`).
       q, k, v: shapes and dtypes on one device.
       segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2.
     """
     if c.devices == 1:
         return [], []
+    if c.inner:
+        return _exchanged(c, q, k, v, segments)
     keys = [("keys", k.shape, k.dtype), ("values", v.shape, v.dtype)]
     ids = [("their segment ids", k.shape[:2], jnp.int32)] if segments else []
-    wide = jnp.float32
-    out_shape = (*q.shape[:3], v.shape[3])
+    ids += [("their positions", k.shape[1:2], jnp.int32)] if c.placed else []
+    acc = wide(q)
     if strategy == "gathered":
         there = [Sent("all-gather", s, d, f"{name} of all devices") for name, s, d in keys + ids]
         back, left = [], c.devices
         for axis, size in c.stages:
             for name, s, _ in keys:
-                full, why = (s[0], s[1] * left, *s[2:]), f"gradients of {name}, summed"
-                block = (s[0], s[1] * left // size, *s[2:])
-                back.append(
-                    Sent("collective-permute", block, wide, why, size - 1, stage=(axis, size))
-                    if c.ring_scatter
-                    else Sent("reduce-scatter", full, wide, why, stage=(axis, size))
-                )
+                op, length, times = "reduce-scatter", s[1] * left, 1
+                if c.ring_scatter:
+                    op, length, times = "collective-permute", length // size, size - 1
+                why, stage, route = f"gradients of {name}, summed", ((axis,), size), "both" if size > 2 else "next"
+                back.append(Sent(op, (s[0], length, *s[2:]), acc, why, times, stage=stage, route=route))
             left //= size
         return there, [*there, *back]
-    if strategy == "ulysses":
-        many = ulysses.copies(k.shape[2], c.devices)
-        more = f", each sent to {many} devices" if many > 1 else ""
-        copied = [(name, (*s[:2], s[2] * many, s[3]), d) for name, s, d in keys]
-        into = [Sent("all-to-all", s, d, f"{name} of this device's heads{more}") for name, s, d in copied]
-        full = Sent("all-to-all", q.shape, q.dtype, "queries of this device's heads")
-        into += [Sent("all-gather", x.shape[:2], jnp.int32, "segment ids of all tokens") for x in (q, k)[:segments]]
-        there = [full, *into, _ulysses(out_shape, q.dtype, "results back to their tokens"),
-                 _ulysses(q.shape[:3], wide, "log-sum-exp back to their tokens")]  # fmt: skip
-        per_row = [
-            _ulysses(q.shape[:3], wide, f"{name} of this device's heads")
-            for name in ("log-sum-exp", "row sum of grad·out")
-        ]
-        home = [(name, (*s[:2], s[2] * many, s[3]), wide if many > 1 else d) for name, s, d in keys]
-        back = [full, *into, _ulysses(out_shape, q.dtype, "gradients of this device's heads"), *per_row,
-                _ulysses(q.shape, q.dtype, "gradients of queries back to their tokens"),
-                *(_ulysses(s, d, f"gradients of {name} back to their tokens") for name, s, d in home)]  # fmt: skip
-        return there, back
     there, back = [], []
-    for s in ring.streams(c, q.shape[1], k.shape[1]):
+    moving = ring.streams(c, q.shape[1], k.shape[1])
+    hop = functools.partial(Sent, "collective-permute", hidden=math.inf, route="both" if len(moving) > 1 else "next")
+    for s in moving:
         way = "up" if s.step > 0 else "down"
         for name, shape, dtype in keys + ids:
-            part = (shape[0], s.high - s.low, *shape[2:])
-            there.append(Sent("collective-permute", part, dtype, f"{name} go {way} the ring", s.hops))
+            part = tuple(s.high - s.low if n == (len(shape) > 1) else size for n, size in enumerate(shape))
+            there.append(hop(part, dtype, f"{name} go {way} the ring", s.hops))
         for name, shape, _ in keys:
             part = (shape[0], s.high - s.low, *shape[2:])
             if s.hops > 1:
-                why = f"gradients of {name} go {way} with them"
-                back.append(Sent("collective-permute", part, wide, why, s.hops - 1))
-            back.append(Sent("collective-permute", part, wide, f"gradients of {name} go home", step=s.hops))
-    return there, [*there, *back]
+                back.append(hop(part, acc, f"gradients of {name} go {way} with them", s.hops - 1))
+            back.append(hop(part, acc, f"gradients of {name} go home", step=s.hops))
+    return [*_swaps(c, q, v, segments, 0), *there], [*_swaps(c, q, v, segments, 1), *there, *back]
 
 
-def _ulysses(shape: Sequence[int], dtype: Any, why: str) -> Sent:
-    return Sent("all-to-all", tuple(shape), dtype, why)
+def _swaps(c: Context, q: Any, v: Any, segments: int, way: int) -> list[Sent]:
+    """The permutes of a balanced ring between mirrored devices. Operands are sent while the local keys attend."""
+    if not c.balanced:
+        return []
+    rows, acc = (q.shape[0], q.shape[1] // 2, q.shape[2]), wide(q)
+    half, out = ((*rows, q.shape[3]), q.dtype), ((*rows, v.shape[3]), q.dtype)
+    into = [(*half, "queries"), *[(rows[:2], jnp.int32, "their segment ids")][:segments]]
+    home = [(*out, "results"), (rows, acc, "log-sum-exps")]
+    if way:
+        into += [(*out, "gradients of results"), (rows, acc, "log-sum-exps"), (rows, acc, "row sums of grad·out")]
+        home = [(*half, "gradients of queries")]
+    swap = functools.partial(Sent, "collective-permute", route="mirror", step=max(1, max(n for _, n in c.stages) // 4))
+    there = [swap(s, d, f"{name} of the mirrored device") for s, d, name in into]
+    local = sum(visible_pairs(c.softmax.mask, 1, q.shape[1], q.shape[1], 1)) * _pair_flops(q, v)[way]
+    share = local / sum(s.bytes(1) for s in there)
+    there = [dataclasses.replace(s, hidden=share * s.bytes(1)) for s in there]
+    return there + [swap(s, d, f"{name} back to their device") for s, d, name in home]
+
+
+def _exchanged(c: Context, q: Any, k: Any, v: Any, segments: int) -> tuple[list[Sent], list[Sent]]:
+    """`sends` of a strategy that exchanges heads, with the hops of the ring over the other axes."""
+    inner, outer, acc, here = c.exchange, c.outer, wide(q), "of this device's heads"
+    many, out, rows = ulysses.copies(k.shape[2], inner.devices), (*q.shape[:3], v.shape[3]), (q.shape[:3], wide(q))
+    more = f", each sent to {many} devices" if many > 1 else ""
+    copied = [((*x.shape[:2], x.shape[2] * many, x.shape[3]), s) for x, s in ((k, "keys"), (v, "values"))]
+    ids = [(x.shape[:2], "segment ids") for x in (q, k)[:segments]] + [(q.shape[1:2], "positions")] * c.placed
+
+    def sent(shape: tuple[int, ...], dtype: Any, why: str, op: str = "all-to-all") -> Sent:
+        return Sent(op, shape, dtype, why, stage=(inner.axes, inner.devices))
+
+    into = [sent(q.shape, q.dtype, f"queries {here}"), *(sent(s, q.dtype, f"{x} {here}{more}") for s, x in copied)]
+    into += [sent(s, jnp.int32, f"{name} of all tokens", "all-gather") for s, name in ids]
+    home = [sent(out, q.dtype, "results back to their tokens"), sent(*rows, "log-sum-exp back to their tokens")]
+    given = [sent(out, q.dtype, f"gradients {here}"), sent(*rows, f"log-sum-exp {here}")]
+    given += [sent(*rows, f"row sum of grad·out {here}")]
+    grads = [sent(q.shape, q.dtype, "gradients of queries back to their tokens")]
+    grads += [sent(s, acc if many > 1 else q.dtype, f"gradients of {x} back to their tokens") for s, x in copied]
+    there, back = (
+        [dataclasses.replace(s, stage=(outer.axes, outer.devices)) for s in hops]
+        for hops in sends(outer, "ring", *_of_group(c, q, k, v), segments)
+    )
+    return [*into, *there, *home], [*into, *given, *back, *grads]
+
+
+def _of_group(c: Context, q: Any, k: Any, v: Any) -> list[jax.ShapeDtypeStruct]:
+    """q, k and v of one device after an exchange of heads."""
+    n = c.exchange.devices
+    shapes = [
+        (x, x.shape[2] * many // n)
+        for x, many in zip((q, k, v), (1, *[ulysses.copies(k.shape[2], n)] * 2), strict=True)
+    ]
+    return [jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * n, heads, x.shape[3]), x.dtype) for x, heads in shapes]
+
+
+def ready(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: Machine) -> Context | str:
+    """The context of a strategy, with the axes over which it exchanges heads and whether its ring is balanced; or the
+    reason why it cannot run."""
+    inner = ulysses.inner_axes(c, strategy, q.shape[2], k.shape[2])
+    if isinstance(inner, str):
+        return inner
+    c = dataclasses.replace(c, inner=inner)
+    plain, balanced = (dataclasses.replace(c, balanced=x) for x in (False, True))
+    if c.balanced is False or strategy == "gathered" or c.outer.devices == 1:
+        return plain
+    if not c.in_order or q.shape[1] != k.shape[1] or _of_group(c, q, k, v)[0].shape[1] % 2:
+        return "a balanced ring needs as many queries as keys, in order, an even number" if c.balanced else plain
+
+    def seconds(c: Context) -> float:
+        return _cost(c, strategy, q, k, v, segments, m).seconds
+
+    even = c.balanced or max(_pairs(balanced, q, k)) < max(_pairs(plain, q, k))
+    return balanced if even and (c.balanced or seconds(balanced) < seconds(plain)) else plain
 
 
 def costs(c: Context, q: Any, k: Any, v: Any, *, segments: int = 0, machine: Machine | None = None) -> AttentionCosts:
     """Cost of every strategy, and the chosen one: see `attention_costs`. q, k, v: shapes and dtypes on one device."""
     m = Machine() if machine is None else machine
-    of = {name: _cost(c, name, q, k, v, segments, m) for name in STRATEGIES}
+    contexts = {name: ready(c, name, q, k, v, segments, m) for name in STRATEGIES if "+" not in name or len(c.axes) > 1}
+    of = {name: _cost(c, name, q, k, v, segments, m) for name, c in contexts.items()}
     return AttentionCosts(of, *_choose(of, k.shape[1] * c.devices, m))
+
+
+def _pair_flops(q: Any, v: Any) -> tuple[float, float]:
+    """FLOPs of a pair of a query and a visible key, all rows and heads of a device together: (forward, backward)."""
+    one = 2.0 * q.shape[0] * q.shape[2]
+    return one * (q.shape[3] + v.shape[3]), one * (3 * q.shape[3] + 2 * v.shape[3])
+
+
+def _pairs(c: Context, q: Any, k: Any) -> list[float]:
+    """The number of visible pairs for each device of one group of heads, per head of a device. Given positions are assumed
+    to be balanced."""
+    outer, lengths = c.outer, (q.shape[1] * c.devices, k.shape[1] * c.devices)
+    pairs = visible_pairs(c.softmax.mask, outer.devices * (2 if c.balanced else 1), *lengths, c.zigzag)
+    if c.balanced:
+        pairs = [a + b for a, b in zip(pairs[::2], pairs[::-2], strict=True)]
+    pairs = [sum(pairs) / len(pairs)] if c.placed else pairs
+    return [n * outer.devices / c.devices for n in pairs]
 
 
 def work(c: Context, strategy: str, q: Any, k: Any, v: Any) -> tuple[tuple[float, float], tuple[float, float]]:
@@ -201,40 +282,36 @@ def work(c: Context, strategy: str, q: Any, k: Any, v: Any) -> tuple[tuple[float
     FLOPs count two matmuls over unmasked pairs in the forward pass, five in the backward pass. Shapes are of one
     device.
     """
-    batch, each, heads, _ = q.shape
-    pairs = visible_pairs(c.softmax.mask, c.devices, each * c.devices, k.shape[1] * c.devices, c.zigzag)
-    most = max(pairs) if strategy != "ulysses" else math.ceil(sum(pairs) / c.devices)
-    one = 2.0 * batch * heads * most
+    most, flops = math.ceil(max(_pairs(c, q, k))), _pair_flops(q, v)
     return (
-        (one * (q.shape[3] + v.shape[3]), _memory(c, strategy, q, k, v, backward=False)),
-        (one * (3 * q.shape[3] + 2 * v.shape[3]), _memory(c, strategy, q, k, v, backward=True)),
+        (most * flops[0], _memory(c, strategy, q, k, v, backward=False)),
+        (most * flops[1], _memory(c, strategy, q, k, v, backward=True)),
     )
 
 
-def _cost(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: Machine) -> AttentionCost:
+def _cost(c: Context | str, strategy: str, q: Any, k: Any, v: Any, segments: int, m: Machine) -> AttentionCost:
     """The cost of one strategy, forward and backward: transfers, bytes sent, memory, FLOPs and seconds; infinite if it
-    is refused.
+    is refused, for the reason `c`.
 
-    Transfers of a ring are overlapped with its computation; transfers of the other strategies are not.
+    The hops of a ring are overlapped with its computation, and the operands of a balanced one with the attention to local
+    keys; other transfers are not.
     """
-    refused = ulysses.refusal(q.shape[2], k.shape[2], c.devices) if strategy == "ulysses" else None
-    if refused is not None:
-        return AttentionCost(strategy, (), (), 0.0, 0.0, 0.0, math.inf, refused)
-    sent = sends(c, strategy, q, k, v, segments)
+    if isinstance(c, str):
+        return AttentionCost(strategy, (), (), 0.0, 0.0, 0.0, math.inf, c)
+    there, back = sends(c, strategy, q, k, v, segments)
     works = work(c, strategy, q, k, v)
     flops, memory = sum(w[0] for w in works), max(w[1] for w in works)
-    comm = sum(s.seconds(c.devices, m) for s in (*sent[0], *sent[1]))
+    hops = [s.seconds(c.devices, m) for s in (*there, *back) if s.hidden == math.inf]
     seconds = flops / m.flops
-    if strategy == "ring":
-        # two streams use links of their own; every hop reads and writes its accumulators
-        moving = ring.streams(c, q.shape[1], k.shape[1])
-        hops = max((s.hops for s in moving), default=0)
-        touched = math.prod(q.shape[:3]) * (q.shape[3] + v.shape[3]) * 4 * 2 * hops
-        seconds = max(seconds, comm / max(1, len(moving))) + touched / m.memory_bandwidth
-    else:
-        seconds += comm
-    total = sum(s.bytes(c.devices) for s in (*sent[0], *sent[1]))
-    return AttentionCost(strategy, tuple(sent[0]), tuple(sent[1]), total, memory, flops, seconds)
+    if hops:
+        # every hop reads and writes its accumulators
+        moving = ring.streams(c.outer, *(x.shape[1] for x in _of_group(c, q, k, v)[:2]))
+        touched = math.prod(q.shape[:3]) * (q.shape[3] + v.shape[3]) * 4 * 2 * max(s.hops for s in moving)
+        seconds = max(seconds, sum(hops)) + touched / m.memory_bandwidth
+    others = [s for s in (*there, *back) if s.hidden < math.inf]
+    seconds += sum(max(0.0, s.seconds(c.devices, m) - s.hidden / m.flops) for s in others)
+    total = sum(s.bytes(c.devices) for s in (*there, *back))
+    return AttentionCost(strategy, tuple(there), tuple(back), total, memory, flops, seconds)
 
 
 def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool) -> float:
@@ -245,7 +322,7 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
         return sum(math.prod(x.shape) * (4 if wide else jnp.dtype(x.dtype).itemsize) for x in xs)
 
     chunks = min(c.softmax.chunks[0], q.shape[1]), min(c.softmax.chunks[1], k.shape[1])
-    split = c.devices if strategy == "ulysses" else 1
+    split = c.exchange.devices
     block = q.shape[0] * q.shape[2] // split * math.prod(chunks) * 4.0
     # accumulators of the results, or of the queries' gradients; scores and weights, in the backward pass their gradients too
     weighted = size(q, wide=True) if backward else 4.0 * math.prod(q.shape[:3]) * v.shape[3]
@@ -258,19 +335,22 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
         first = next(n for _, n in c.stages if n > 1)
         moving = max(size(k, wide=True), size(v, wide=True)) * min(1.0, 4 / first)
         return base + c.devices * (keys + grads + moving * (backward and c.ring_scatter))
-    if strategy == "ulysses":
-        rest = size(q) * (2 if backward else 1)  # with the gradients of the results
-        return base + rest + ulysses.copies(k.shape[2], c.devices) * (keys + grads)
+    if c.inner:
+        base += size(q) * (2 if backward else 1)  # with the gradients of the results
+        keys, grads = (ulysses.copies(k.shape[2], split) * x for x in (keys, grads))
+    if c.outer.devices == 1:
+        return base + keys + grads
     # a block's contribution; local K/V and K/V in flight; gradients of the local K/V, of the received ones, in flight,
-    # and of one block
-    return base + weighted + 2 * keys + 4 * grads
+    # and of one block; the results of a balanced ring's local keys, and the exchanged queries
+    return base + weighted + 2 * keys + 4 * grads + (weighted + size(q) if c.balanced else 0)
 
 
 def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str, str]:
     """(name of the strategy to use, the reason in words).
 
     Among the strategies that can run and fit the memory it is the fastest; below `RING_FROM` tokens a ring is only used
-    if nothing else fits. If none fits, it is the one that needs the least memory.
+    if nothing else fits, or if it balances causal work that the others do not. If none fits, it is the one that needs
+    the least memory.
     """
     able = {name: cost for name, cost in of.items() if cost.refused is None}
     fit = {name: cost for name, cost in able.items() if cost.memory <= m.memory}
@@ -281,12 +361,13 @@ def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str,
             name,
             f"none stays within {limit} in addition to its operands; {name} needs the least, {_gib(able[name])}",
         )
-    short = tokens < RING_FROM and len(fit) > 1
+    others = [cost.flops for n, cost in fit.items() if n != "ring"]
+    short = tokens < RING_FROM and "ring" in fit and bool(others) and fit["ring"].flops > 0.9 * min(others)
     names = [n for n in fit if n != "ring"] if short else list(fit)
     name = _least({n: fit[n] for n in names}, lambda cost: cost.seconds)
     out = [f"{n}: {cost.refused}" for n, cost in of.items() if cost.refused is not None]
     out += [f"{n} needs {_gib(cost)}, above {limit}" for n, cost in able.items() if n not in fit]
-    if short and "ring" in fit:
+    if short:
         out.append(f"ring pays from {RING_FROM // 1024}K tokens")
     why = f"{name} takes the least time of those that can" if len(names) > 1 else f"{name} is left"
     return name, "; ".join([why, *out])

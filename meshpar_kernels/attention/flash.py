@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import precision
+from meshpar_kernels._arithmetic import precision, wide
 from meshpar_kernels.attention.masks import NOWHERE, Mask
 
 Q_CHUNK, K_CHUNK = 512, 1024
@@ -55,7 +55,7 @@ class Keys(NamedTuple):
 
 
 def _einsum(text: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(text, a, b, precision=precision(a.dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum(text, a, b, precision=precision(a.dtype), preferred_element_type=wide(a))
 
 
 # -- chunks
@@ -106,7 +106,7 @@ def _scores(s: Softmax, x: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Arra
     """(scores [B, Hkv, G, q, k], derivative of the softcap at each score), float32."""
     raw = _einsum("bhgqd,bhkd->bhgqk", x, k) * s.scale
     if s.softcap is None:
-        return raw, jnp.ones((), jnp.float32)
+        return raw, jnp.ones((), wide(x))
     turned = jnp.tanh(raw / s.softcap)
     return s.softcap * turned, 1.0 - turned * turned
 
@@ -138,9 +138,9 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
         shape = (batch, kv_heads, heads // kv_heads, sizes[0])
         start = _compat.same_varying(
             x,
-            jnp.full(shape, -jnp.inf, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, k.v.shape[3]), jnp.float32),
+            jnp.full(shape, -jnp.inf, wide(x)),
+            jnp.zeros(shape, wide(x)),
+            jnp.zeros((*shape, k.v.shape[3]), wide(x)),
         )[1:]
 
         def add(carry, key: Keys):
@@ -174,8 +174,8 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
 def nothing(x: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
     """The result of `forward` for queries x [B, Q, H, D] without keys: zeros of `width` values, and log-sum-exps of
     -inf."""
-    zeros = jnp.zeros((*x.shape[:3], width), jnp.float32)
-    return _compat.same_varying(x, zeros, jnp.full(x.shape[:3], -jnp.inf, jnp.float32))[1:]
+    zeros = jnp.zeros((*x.shape[:3], width), wide(x))
+    return _compat.same_varying(x, zeros, jnp.full(x.shape[:3], -jnp.inf, wide(x)))[1:]
 
 
 def merge(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +205,7 @@ def backward(
     """
     length, kv_heads = q.x.shape[1], k.k.shape[2]
     if 0 in q.x.shape or 0 in k.v.shape:
-        zeros = [jnp.zeros(a.shape, jnp.float32) for a in (q.x, k.k, k.v)]
+        zeros = [jnp.zeros(a.shape, wide(a)) for a in (q.x, k.k, k.v)]
         return _compat.same_varying(q.x, *zeros)[1:]
     sizes = min(s.chunks[0], length), min(s.chunks[1], k.pos.shape[0])
     keys = _key_chunks(k, sizes[1])
@@ -215,7 +215,7 @@ def backward(
 
     def columns(d_x, key: Keys):
         """Scan step over chunks of keys: (d_q so far, this chunk's d_k and d_v); a scan over chunks of queries."""
-        zeros = _compat.same_varying(x, *(jnp.zeros(a.shape, jnp.float32) for a in (key.k, key.v)))[1:]
+        zeros = _compat.same_varying(x, *(jnp.zeros(a.shape, wide(a)) for a in (key.k, key.v)))[1:]
 
         def add(carry, chunk):
             """Scan step: add the gradients of one chunk of queries; skipped if no pair is visible."""
@@ -234,7 +234,7 @@ def backward(
                     _einsum("bhgqk,bhgqd->bhkd", p.astype(grad.dtype), grad),
                 )
 
-            nothing = _compat.same_varying(x, jnp.zeros(x.shape, jnp.float32), *zeros)[1:]
+            nothing = _compat.same_varying(x, jnp.zeros(x.shape, wide(x)), *zeros)[1:]
             is_visible = s.mask.any_visible(pos, key.pos, seg, key.seg)
             parts = lax.cond(is_visible, block, lambda: nothing)
             return (d_x.at[i].add(parts[0]), d_k + parts[1], d_v + parts[2]), None
@@ -242,7 +242,7 @@ def backward(
         (d_x, d_k, d_v), _ = lax.scan(add, (d_x, *zeros), (many, x, pos, seg, grads, lses, dotses))
         return d_x, (d_k, d_v)
 
-    start = _compat.same_varying(x, jnp.zeros(x.shape, jnp.float32))[1]
+    start = _compat.same_varying(x, jnp.zeros(x.shape, wide(x)))[1]
     d_x, (d_k, d_v) = lax.scan(columns, start, keys)
     d_k, d_v = (jnp.moveaxis(_join(a, 2, k.pos.shape[0]), 2, 1) for a in (d_k, d_v))
     return _ungrouped(_join(d_x, 3, length)), d_k, d_v

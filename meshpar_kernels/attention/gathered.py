@@ -19,11 +19,11 @@ def _all_keys(c: Context, x: Operands) -> Keys:
         return lax.all_gather(a, c.axes, axis=1, tiled=True)
 
     seg = x.key_segments
-    return Keys(full(x.k), full(x.v), c.all_positions(x.k.shape[1]), None if seg is None else full(seg))
+    return Keys(full(x.k), full(x.v), c.all_positions(x.pos, x.k.shape[1]), None if seg is None else full(seg))
 
 
 def _mine(c: Context, x: Operands) -> Queries:
-    return Queries(x.q, c.positions(c.rank(), x.q.shape[1]), x.q_seg)
+    return Queries(x.q, c.own_positions(x.pos, x.q.shape[1]), x.q_seg)
 
 
 def _layout(c: Context, x: Operands) -> Layout:
@@ -39,7 +39,7 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
 def backward(
     c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Float32 gradients of q, k and v. K and V are gathered again, their gradients reduce-scattered in float32."""
+    """Gradients of q, k and v, in float32 or wider. K and V are gathered again, their gradients reduce-scattered."""
     d_q, d_k, d_v = c.backward(_mine(c, x), _all_keys(c, x), grad, lse, dots, out, _layout(c, x))
     d_k = c.scattered(d_k, 1)
     if c.ring_scatter:  # sequentially: both at once would need more memory

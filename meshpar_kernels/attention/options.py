@@ -12,22 +12,25 @@ from meshpar_kernels.attention.flash import K_CHUNK, Q_CHUNK, Softmax
 from meshpar_kernels.attention.masks import Mask
 
 OP = "ring_attention"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
 ORDERS = ("contiguous", "zigzag")
-STRATEGIES = ("ring", "ulysses", "gathered")
+STRATEGIES = ("ring", "ulysses", "ring+ulysses", "gathered")
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextParallel:
     """The distribution of the sequence over devices, and the arrays sent: `ring_attention(..., parallel=ContextParallel(...))`.
 
-    No result depends on `strategy`, `both_ways` and `scatter`.
+    No result depends on `strategy`, `balance`, `both_ways` and `scatter`.
 
     Attributes:
-      strategy: "ring", "ulysses" or "gathered", as `ring_attention` describes them; None: the strategy with the least time by
-        `attention_costs`, if its heads divide and it needs at most 2 GiB in addition to operands and results; ring only
-        from 256K tokens on, if another fits.
+      strategy: "ring", "ulysses", "ring+ulysses" or "gathered", as `ring_attention` describes them; None: the strategy
+        with the least time by `attention_costs`, if its heads divide and it needs at most 2 GiB in addition to operands
+        and results; ring only from 256K tokens on, if another fits and has as little work.
       order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, in which each
         device has an early and a late block, so that causal work is balanced. Masks use the true positions of tokens.
+      balance: whether the ring balances causal work of contiguous tokens: devices i and A - 1 - i exchange the second half of
+        their queries. None: where that takes less time by `attention_costs`.
       both_ways: whether the ring sends in both directions, which uses both directions of its links.
       scatter: how "gathered" reduces the gradients of keys and values, over one axis after another: "xla" by XLA's
         reduce-scatters, "ring" by rings of collective-permutes. None: "ring" over several axes, for which XLA on TPUs
@@ -44,6 +47,7 @@ class ContextParallel:
     order: str = "contiguous"
     both_ways: bool = True
     scatter: str | None = None
+    balance: bool | None = None
 
     def __post_init__(self) -> None:
         """Check the order. Raises ValueError."""
@@ -72,6 +76,7 @@ class Options:
     implementation: str | None = None
     chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK)
     scatter: str | None = None
+    balance: bool | None = None
 
     def __post_init__(self) -> None:
         """Check the values. Raises ValueError."""
@@ -100,6 +105,7 @@ class Operands(NamedTuple):
     Attributes:
       q: [B, Q, H, D]; k: [B, K, Hkv, D]; v: [B, K, Hkv, Dv].
       q_seg, k_seg: int [B, Q] and [B, K], or None; without k_seg the keys have the segments of the queries.
+      pos: int32 [Q], the positions of the queries and keys; None: they follow from the order of the tokens.
     """
 
     q: Any
@@ -107,6 +113,7 @@ class Operands(NamedTuple):
     v: Any
     q_seg: Any = None
     k_seg: Any = None
+    pos: Any = None
 
     @property
     def key_segments(self) -> jax.Array | None:
@@ -124,7 +131,7 @@ class Operands(NamedTuple):
         Raises:
           ValueError: with the operand that does not fit.
         """
-        q, k, v, q_seg, k_seg = self
+        q, k, v, q_seg, k_seg, pos = self
         if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
             raise ValueError(
                 f"{OP}: q, k and v must be [B, S, H, D], got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
@@ -137,9 +144,9 @@ class Operands(NamedTuple):
             )
         if k.shape[2] < 1 or q.shape[2] % k.shape[2]:
             raise ValueError(f"{OP}: {q.shape[2]} heads of q are no multiple of the {k.shape[2]} heads of k and v")
-        if not (q.dtype == k.dtype == v.dtype) or q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
             raise ValueError(
-                f"{OP}: q, k and v must have one dtype, float32, bfloat16 or float16; got {q.dtype}, {k.dtype}, {v.dtype}"
+                f"{OP}: q, k and v must have one dtype, {', '.join(DTYPES)}; got {q.dtype}, {k.dtype}, {v.dtype}"
             )
         if q_seg is None and k_seg is not None:
             raise ValueError(f"{OP}: segment ids are of queries and keys, or of neither")
@@ -150,6 +157,12 @@ class Operands(NamedTuple):
                 raise ValueError(
                     f"{OP}: segment ids of the {name} must be int {list(x.shape[:2])}, got {seg.dtype}{list(seg.shape)}"
                 )
+        together = q.shape[1] == k.shape[1] and zigzag == 1
+        if pos is not None and not (together and pos.shape == q.shape[1:2] and pos.dtype == jnp.int32):
+            raise ValueError(
+                f"{OP}: positions must be int32 {list(q.shape[1:2])}, of as many queries as keys, and not in zig-zag order; "
+                f"got {pos.dtype}{list(pos.shape)} for {k.shape[1]} keys"
+            )
         for name, x in (("queries", q), ("keys", k)):
             if zigzag > 1 and x.shape[1] * devices % (2 * zigzag):
                 raise ValueError(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from meshpar_kernels._arithmetic import wide
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 
 
 def _scores(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(scores [B, H, Q, K], -inf for masked keys; derivative of the softcap; keys for each query head [B, K, H, D])."""
-    keys = jnp.repeat(k.k.astype(jnp.float32), q.x.shape[2] // k.k.shape[2], axis=2)
-    raw = jnp.einsum("bqhd,bkhd->bhqk", q.x.astype(jnp.float32), keys, precision="highest") * s.scale
+    keys = jnp.repeat(k.k.astype(wide(k.k)), q.x.shape[2] // k.k.shape[2], axis=2)
+    raw = jnp.einsum("bqhd,bkhd->bhqk", q.x.astype(wide(q.x)), keys, precision="highest") * s.scale
     slope = jnp.ones_like(raw)
     if s.softcap is not None:
         slope = 1.0 - jnp.tanh(raw / s.softcap) ** 2
@@ -26,7 +27,7 @@ def forward(s: Softmax, q: Queries, k: Keys) -> tuple[jax.Array, jax.Array]:
     p = jnp.exp(scores - jnp.where(top == -jnp.inf, 0.0, top))
     total = p.sum(-1, keepdims=True)
     p = p / jnp.where(total > 0, total, 1.0)
-    values = jnp.repeat(k.v.astype(jnp.float32), q.x.shape[2] // k.v.shape[2], axis=2)
+    values = jnp.repeat(k.v.astype(wide(k.v)), q.x.shape[2] // k.v.shape[2], axis=2)
     out = jnp.einsum("bhqk,bkhd->bqhd", p, values, precision="highest")
     lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
     return out, jnp.moveaxis(lse[..., 0], 1, 2)
@@ -39,8 +40,8 @@ def backward(
     scores, slope, keys = _scores(s, q, k)
     lse, dots = (jnp.moveaxis(a, 2, 1)[..., None] for a in (lse, dots))
     p = jnp.exp(scores - jnp.where(lse == -jnp.inf, jnp.inf, lse))
-    grad = grad.astype(jnp.float32)
-    values = jnp.repeat(k.v.astype(jnp.float32), q.x.shape[2] // k.v.shape[2], axis=2)
+    grad = grad.astype(wide(grad))
+    values = jnp.repeat(k.v.astype(wide(k.v)), q.x.shape[2] // k.v.shape[2], axis=2)
     d_p = jnp.einsum("bqhd,bkhd->bhqk", grad, values, precision="highest")
     d_s = p * (d_p - dots) * slope * s.scale
 
@@ -48,6 +49,6 @@ def backward(
         return x.reshape(*x.shape[:2], heads, -1, x.shape[-1]).sum(3)
 
     d_q = jnp.einsum("bhqk,bkhd->bqhd", d_s, keys, precision="highest")
-    d_k = jnp.einsum("bhqk,bqhd->bkhd", d_s, q.x.astype(jnp.float32), precision="highest")
+    d_k = jnp.einsum("bhqk,bqhd->bkhd", d_s, q.x.astype(wide(q.x)), precision="highest")
     d_v = jnp.einsum("bhqk,bqhd->bkhd", p, grad, precision="highest")
     return d_q, of_groups(d_k, k.k.shape[2]), of_groups(d_v, k.v.shape[2])

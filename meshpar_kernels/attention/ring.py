@@ -6,11 +6,19 @@ ring and the other half down, so that both directions of a link are used. With a
 far as a query sees them. Each send is issued before the attention to the received keys, so that XLA can hide it.
 
 In the backward pass K and V are sent again, and their gradients with them, in float32, one hop behind.
+
+A causal mask gives the last device A times the work of the first one. A balanced ring (`Context.balanced`) therefore lets
+devices i and A - 1 - i exchange the second half of their queries, by one permute, and sends the results back by another.
+Every pair of halves has the same work, and with it every device. The queries travel while their own device's keys
+attend; so elsewhere they see only keys of other devices, all or none of each device, as in the contiguous ring. The
+hops of one device differ in work: by a simulation without transfer times, 8 devices take 9/8 of the mean, since some
+wait for keys; with `both_ways=False` they take the mean.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,10 +27,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
+from meshpar_kernels._arithmetic import wide
 from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.flash import Keys, Queries, merge, nothing
-from meshpar_kernels.attention.masks import devices_seen
+from meshpar_kernels.attention.masks import NOWHERE, devices_seen
 from meshpar_kernels.attention.options import Operands
 
 
@@ -38,7 +47,9 @@ class Stream:
 
 def streams(c: Context, q_len: int, k_len: int) -> list[Stream]:
     """The streams of K and V; lengths of one device. Segment ids are unknown at trace time, so they shorten no stream."""
-    is_visible = [d for d in devices_seen(c.softmax.mask, c.devices, q_len, k_len, c.zigzag) if d]
+    all_meet = c.placed or c.balanced
+    met = range(c.devices) if all_meet else devices_seen(c.softmax.mask, c.devices, q_len, k_len, c.zigzag)
+    is_visible = [d for d in met if d]
     if not is_visible:
         return []
     # of the ways to split the offsets between up and down, the one with the fewest hops; then the most even
@@ -85,24 +96,24 @@ def legs(moving: Sequence[Stream], start: int, *, first_alone: bool = False) -> 
     return out
 
 
-Cargo = tuple[jax.Array, jax.Array, jax.Array | None]
-"""(k, v, segment ids or None)."""
+def _load(moving: Sequence[Stream], keys: Keys, placed: bool) -> dict[int, Keys]:
+    """The arrays of each stream: keys, values, segment ids, and positions if they are `placed`."""
+
+    def part(x: jax.Array | None, s: Stream, axis: int = 1) -> Any:
+        return None if x is None else lax.slice_in_dim(x, s.low, s.high, axis=axis)
+
+    pos = keys.pos if placed else None
+    return {i: Keys(part(keys.k, s), part(keys.v, s), part(pos, s, 0), part(keys.seg, s)) for i, s in enumerate(moving)}
 
 
-def _load(moving: Sequence[Stream], k: jax.Array, v: jax.Array, seg: jax.Array | None) -> dict[int, Cargo]:
-    def part(x: jax.Array, s: Stream) -> jax.Array:
-        return lax.slice_in_dim(x, s.low, s.high, axis=1)
-
-    return {i: (part(k, s), part(v, s), None if seg is None else part(seg, s)) for i, s in enumerate(moving)}
-
-
-def _keys(c: Context, moving: Sequence[Stream], leg: Leg, cargo: dict[int, Cargo], t: Any, each: int) -> Keys:
+def _keys(c: Context, moving: Sequence[Stream], leg: Leg, cargo: dict[int, Keys], t: Any, each: int) -> Keys:
     """The keys, values, positions and segment ids that have arrived after t hops, concatenated over the streams."""
-    pos = [
-        c.positions((c.rank() - moving[i].step * t) % c.devices, each, moving[i].low, moving[i].high)
-        for i in leg.block_indices
-    ]
-    k, v, seg = zip(*(cargo[i] for i in leg.block_indices), strict=True)
+    k, v, pos, seg = zip(*(cargo[i] for i in leg.block_indices), strict=True)
+    if not c.placed:
+        pos = [
+            c.positions((c.rank() - moving[i].step * t) % c.devices, each, moving[i].low, moving[i].high)
+            for i in leg.block_indices
+        ]
     ids = None if seg[0] is None else jnp.concatenate(seg, 1)
     return Keys(jnp.concatenate(k, 1), jnp.concatenate(v, 1), jnp.concatenate(pos), ids)
 
@@ -120,64 +131,107 @@ def _repeat(leg: Leg, step: Any, carry: Any) -> Any:
     return lax.scan(lambda carry, t: (step(carry, t), None), carry, hops)[0]
 
 
+def _halves(c: Context, own: Queries, *more: jax.Array) -> list[tuple[Queries, Sequence[jax.Array]]]:
+    """The queries that attend to received keys, and the same rows of the other arrays: all of this device, or balanced,
+    its first half and the second half of the mirrored device."""
+    if not c.balanced:
+        return [(own, more)]
+    each = own.x.shape[1]
+    first, second = ([None if a is None else a[:, at] for a in (own.x, own.seg, *more)] for at in _cut(each))
+    pos = own.pos[: each // 2], c.positions(c.devices - 1 - c.rank(), each, each // 2)
+    return [(Queries(x, p, seg), rest) for p, (x, seg, *rest) in zip(pos, (first, c.mirrored(second)), strict=True)]
+
+
+def _cut(length: int) -> tuple[slice, slice]:
+    """Both halves of the tokens of a device."""
+    return slice(length // 2), slice(length // 2, None)
+
+
+def _elsewhere(c: Context, q: Queries, keys: Keys, each: int) -> Keys:
+    """The keys, but none of the device of these queries: a balanced ring attends to them there."""
+    if not c.balanced:
+        return keys
+    return keys._replace(pos=jnp.where(keys.pos // each == q.pos[0] // each, NOWHERE, keys.pos))
+
+
+def _start(c: Context, x: Operands) -> tuple[list[Stream], Queries, Keys, dict[int, Keys], bool]:
+    """(streams, local queries, local keys, the streams' first arrays, whether keys are visible by `all_or_none`)."""
+    lengths = x.q.shape[1], x.k.shape[1]
+    own, each = (c.own_positions(x.pos, n) for n in lengths)
+    keys, moving = Keys(x.k, x.v, each, x.key_segments), streams(c, *lengths)
+    return moving, Queries(x.q, own, x.q_seg), keys, _load(moving, keys, c.placed), c.all_or_none(*lengths)
+
+
 def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(float32 [B, Q, H, Dv], log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
-    q, k, v, q_seg, _ = x
-    each, k_seg = k.shape[1], x.key_segments
-    moving = streams(c, q.shape[1], each)
-    own_block = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
-    cargo = _load(moving, k, v, k_seg)
-    blocks = c.all_or_none(q.shape[1], each)
-    if (
-        sum(s.high - s.low for s in moving) == each and not blocks
-    ):  # the streams together start with this device's block
-        done, start = nothing(q, v.shape[3]), 0
+    q, v, each = x.q, x.v, x.k.shape[1]
+    moving, own_block, own, cargo, blocks = _start(c, x)
+    groups = [q for q, _ in _halves(c, own_block)]
+
+    def merged(done: Any, q: Queries, keys: Keys, layout: Layout) -> Any:
+        """The result with the attention to these keys merged into it, if they are visible."""
+        keys = _elsewhere(c, q, keys, each)
+        is_visible = c.softmax.mask.any_visible(q.pos, keys.pos, q.seg, keys.seg)
+        return lax.cond(is_visible, lambda done: merge(done, c.forward(q, keys, layout)), lambda done: done, done)
+
+    # do the streams together start with this device's block?
+    if sum(s.high - s.low for s in moving) == each and not blocks and not c.balanced:
+        done, start = [nothing(q, v.shape[3])], 0
     else:
         cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
-        done, start = c.forward(own_block, Keys(k, v, c.positions(c.rank(), each), k_seg), Layout(c.in_order)), 1
+        done, start = [c.forward(own_block, own, Layout(c.in_order))], 1
+    if c.balanced:
+        kept, home = (jax.tree.map(lambda a, at=at: a[:, at], done[0]) for at in _cut(each))
+        moved = merged(nothing(groups[1].x, v.shape[3]), groups[1], own, Layout(parts=(each,) if blocks else ()))
+        done = [kept, moved]
 
     for leg in legs(moving, start):
 
         def hop(carry: Any, t: Any, leg: Leg = leg) -> Any:
             """Hop t of a leg: send the blocks that travel farther, and merge the attention over the received keys into
-            the result."""
+            the results."""
             done, cargo = carry
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
             keys = _keys(c, moving, leg, cargo, t, each)
-            is_visible = c.softmax.mask.any_visible(own_block.pos, keys.pos, q_seg, keys.seg)
             layout = Layout(parts=_lengths(moving, leg) if blocks else ())
-            merged = lambda done: merge(done, c.forward(own_block, keys, layout))  # noqa: E731
-            done = lax.cond(is_visible, merged, lambda done: done, done)
-            return done, sent
+            return [merged(d, q, keys, layout) for d, q in zip(done, groups, strict=True)], sent
 
         done, cargo = _repeat(leg, hop, (done, cargo))
-    return done
+    if not c.balanced:
+        return done[0]
+    out, lse = c.mirrored((done[1][0].astype(q.dtype), done[1][1]))
+    second = merge(home, (out.astype(wide(q)), lse))
+    return jnp.concatenate([done[0][0], second[0]], 1), jnp.concatenate([done[0][1], second[1]], 1)
 
 
 def backward(
     c: Context, x: Operands, out: jax.Array, grad: jax.Array, lse: jax.Array, dots: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Float32 gradients of q, k and v; arguments as in `gathered.backward`."""
-    q, k, v, q_seg, _ = x
-    each, k_seg = k.shape[1], x.key_segments
-    moving = streams(c, q.shape[1], each)
-    cargo = _load(moving, k, v, k_seg)
+    """Gradients of q, k and v, float32 or wider; arguments as in `gathered.backward`."""
+    q, each = x.q, x.k.shape[1]
+    moving, own_block, own, cargo, blocks = _start(c, x)
     cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
-    own_block = Queries(q, c.positions(c.rank(), q.shape[1]), q_seg)
-    own = Keys(k, v, c.positions(c.rank(), each), k_seg)
-    d_q, d_k, d_v = c.backward(own_block, own, grad, lse, dots, out, Layout(c.in_order))
-    blocks = c.all_or_none(q.shape[1], each)
+    groups = _halves(c, own_block, grad, lse, dots, out)
+    home, d_k, d_v = c.backward(own_block, own, grad, lse, dots, out, Layout(c.in_order))
 
-    def through(d_q: jax.Array, keys: Keys, lengths: tuple[int, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """(d_q plus the contribution of these keys, (d_k, d_v) of these keys)."""
+    def through(d_q: jax.Array, n: int, keys: Keys, lengths: tuple[int, ...]) -> tuple[jax.Array, Any]:
+        """(d_q of group n plus the contribution of these keys, (d_k, d_v) of these keys)."""
+        q, rows = groups[n]
+        keys = _elsewhere(c, q, keys, each)
 
         def block(d_q: jax.Array) -> Any:
-            more, d_k, d_v = c.backward(own_block, keys, grad, lse, dots, out, Layout(parts=lengths if blocks else ()))
+            more, d_k, d_v = c.backward(q, keys, *rows, layout=Layout(parts=lengths if blocks else ()))
             return d_q + more, (d_k, d_v)
 
-        zeros = _compat.same_varying(q, *(jnp.zeros(x.shape, jnp.float32) for x in (keys.k, keys.v)))[1:]
-        is_visible = c.softmax.mask.any_visible(own_block.pos, keys.pos, q_seg, keys.seg)
+        zeros = _compat.same_varying(q.x, *(jnp.zeros(x.shape, wide(x)) for x in (keys.k, keys.v)))[1:]
+        is_visible = c.softmax.mask.any_visible(q.pos, keys.pos, q.seg, keys.seg)
         return lax.cond(is_visible, block, lambda d_q: (d_q, zeros), d_q)
+
+    d_qs = [home]
+    if c.balanced:
+        moved = _compat.same_varying(q, jnp.zeros(groups[1][0].x.shape, wide(q)))[1]
+        moved, share = through(moved, 1, own, (each,))
+        d_qs, d_k, d_v = [home[:, _cut(each)[0]], moved], d_k + share[0], d_v + share[1]
 
     in_flight: dict[int, Any] = {}  # partial gradients of the received blocks
     for leg in legs(moving, 1, first_alone=True):  # no gradients are in flight yet
@@ -190,21 +244,26 @@ def backward(
             """Hop t of a leg: send on the keys and their gradients so far, and add the gradients from the received
             keys.
 
-            The gradients of a block travel with the block, one hop behind; the carry is (d_q, blocks, gradients of
-            blocks).
+            The gradients of a block travel with the block, one hop behind; the carry is (d_q of each group, blocks,
+            gradients of blocks).
             """
-            d_q, cargo, in_flight = carry
+            d_qs, cargo, in_flight = carry
             sent = {i: c.shift(cargo[i], moving[i].step) for i in leg.onward}
             followed = {i: c.shift(in_flight[i], moving[i].step) for i in leg.block_indices if i in in_flight}
-            d_q, share = through(d_q, _keys(c, moving, leg, cargo, t, each), lengths)
+            keys = _keys(c, moving, leg, cargo, t, each)
+            d_qs, shares = zip(*(through(d, n, keys, lengths) for n, d in enumerate(d_qs)), strict=True)
+            share = functools.reduce(functools.partial(jax.tree.map, jnp.add), shares)
             for i, *own_block in zip(leg.block_indices, *(jnp.split(x, cuts, 1) for x in share), strict=True):
                 before = followed.get(i)
                 followed[i] = own_block if before is None else jax.tree.map(jnp.add, before, own_block)
-            return d_q, sent, followed
+            return list(d_qs), sent, followed
 
-        d_q, cargo, in_flight = _repeat(leg, hop, (d_q, cargo, in_flight))
+        d_qs, cargo, in_flight = _repeat(leg, hop, (d_qs, cargo, in_flight))
         for i in set(leg.block_indices) - set(leg.onward):  # send the gradients back to the devices of the keys
             s = moving[i]
-            home = c.shift(in_flight.pop(i), -s.step * s.hops)
-            d_k, d_v = (a.at[:, s.low : s.high].add(b) for a, b in zip((d_k, d_v), home, strict=True))
-    return d_q, d_k, d_v
+            home_sent = c.shift(in_flight.pop(i), -s.step * s.hops)
+            d_k, d_v = (a.at[:, s.low : s.high].add(b) for a, b in zip((d_k, d_v), home_sent, strict=True))
+    if not c.balanced:
+        return d_qs[0], d_k, d_v
+    back = c.mirrored(d_qs[1].astype(q.dtype))
+    return jnp.concatenate([d_qs[0], home[:, _cut(each)[1]] + back], 1), d_k, d_v

@@ -390,12 +390,15 @@ def backward(
     run = _Backward(s, q, k, grad, lse, dots)
     group, blocks, columns = heads // kv_heads, length // run.bq, keys // run.bk
     (d_q,) = run.call(
-        _queries_kernel, "meshpar_attention_d_queries", (batch, heads, blocks, columns), 2,
+        _queries_kernel,
+        "meshpar_attention_d_queries",
+        (batch, heads, blocks, columns),
+        2,
         lambda b, h, i, j, _: (b, h, i),
         lambda b, h, i, j, table: (b, lax.div(h, group), table[(b * blocks + i) * columns + j] >> 2),
         [((batch, heads, length, width), (run.bq, width))],
         2 * width + v_width,
-    )  # fmt: skip
+    )
 
     def of_q(b: Any, h: Any, j: Any, n: Any, table: Any) -> tuple[Any, Any, Any]:
         return b, h * group + lax.div(n, blocks), table[(b * blocks + lax.rem(n, blocks)) * columns + j] >> 2

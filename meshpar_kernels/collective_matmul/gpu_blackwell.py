@@ -46,9 +46,12 @@ def walk(
 
     def write_tile(tile_at, _steps, _step, used):
         blackwell.read_accumulator(
-            gpu, acc, used, barriers,
+            gpu,
+            acc,
+            used,
+            barriers,
             lambda total: store(*tile_at, 0, functools.partial(blackwell.load_columns, gpu, total)),
-        )  # fmt: skip
+        )
 
     blackwell.walk(
         gpu, order.tile, acc, barriers, order.each(num_sms), load, matmuls, write_tile, finish=lambda: finish(0)

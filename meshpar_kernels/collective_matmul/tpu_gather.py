@@ -88,9 +88,12 @@ class _Messages(NamedTuple):
             part = pl.ds(0, self.cut) if direction == tpu.UP else pl.ds(self.cut, self.x_ref.shape[0] - self.cut)
             source, target = source.at[part], self.recv_buffer.at[tpu.UP, parity].at[part]
         return pltpu.make_async_remote_copy(
-            source, target, self.sent_sem.at[direction], self.recv_sem.at[direction, parity],
+            source,
+            target,
+            self.sent_sem.at[direction],
+            self.recv_sem.at[direction, parity],
             device_id=self.ring.receiver[direction],
-        )  # fmt: skip
+        )
 
     def each(self, step: Any, act: Callable[[Any], None]) -> None:
         """`act` on the copies of a step."""

@@ -138,10 +138,12 @@ class _Tile(NamedTuple):
     def outgoing(self, channel: int, slot: Any) -> Any:
         """The remote copy of the tile to the next device."""
         return pltpu.make_async_remote_copy(
-            self.refs.leaving.at[self.parity], self.refs.recv_buffer.at[channel, slot, self.rows, self.columns],
-            self.refs.sent_sem.at[self.parity], self.refs.recv_sem.at[channel, slot, self.i],
+            self.refs.leaving.at[self.parity],
+            self.refs.recv_buffer.at[channel, slot, self.rows, self.columns],
+            self.refs.sent_sem.at[self.parity],
+            self.refs.recv_sem.at[channel, slot, self.i],
             device_id=self.ring.receiver[channel],
-        )  # fmt: skip
+        )
 
     def wait_sent(self, parity: Any) -> None:
         """Block until the last tile of this parity has left."""

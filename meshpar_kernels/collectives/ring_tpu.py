@@ -164,9 +164,12 @@ def _kernel(rows_ref, x_ref, buffer, *rest, table: Table, plan: _Plan, axes: tup
         channel, slot = plan.transfers[k].channel, plan.uses[k] % DEPTH
         target = block_ref(k, receiving) if gathers else recv_buffer[channel].at[slot]
         return pltpu.make_async_remote_copy(
-            block_ref(k, receiving), target, sent_sem.at[channel, slot], recv_sem.at[channel, slot],
+            block_ref(k, receiving),
+            target,
+            sent_sem.at[channel, slot],
+            recv_sem.at[channel, slot],
             device_id=device(k, receiving),
-        )  # fmt: skip
+        )
 
     at = coordinates(rank_of(axes), axes, table.sizes)
     keep = pltpu.make_async_copy(x_ref, buffer.at[tuple(pl.ds(at[a], 1) for a in axes)], keep_sem) if gathers else None

@@ -71,8 +71,10 @@ def ragged_all_to_all(
     """
     op = "ragged_all_to_all"
     if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:]:
-        raise ValueError(f"{op}: operand {operand.dtype}{list(operand.shape)} and output "
-                         f"{output.dtype}{list(output.shape)} must have one dtype and the same trailing dims")  # fmt: skip
+        raise ValueError(
+            f"{op}: operand {operand.dtype}{list(operand.shape)} and output "
+            f"{output.dtype}{list(output.shape)} must have one dtype and the same trailing dims"
+        )
     devices = _size(op, "operand, output, *runs", axis_name)
     for name, x in {"input_offsets": input_offsets, "send_sizes": send_sizes, "output_offsets": output_offsets,
                     "recv_sizes": recv_sizes}.items():  # fmt: skip
@@ -90,8 +92,10 @@ def ragged_all_to_all(
     if implementation == "reference":
         return reference.ragged_all_to_all(operand, output, input_offsets, sent, output_offsets, axis_name), dropped
     if implementation not in EXCHANGES:
-        raise ValueError(f"{op}: no implementation {implementation!r}; there are None, 'padded', 'pallas', 'pallas_tpu', "
-                         "'pallas_gpu', 'xla', 'reference'")  # fmt: skip
+        raise ValueError(
+            f"{op}: no implementation {implementation!r}; there are None, 'padded', 'pallas', 'pallas_tpu', "
+            "'pallas_gpu', 'xla', 'reference'"
+        )
     if 0 in operand.shape or 0 in output.shape:
         return output, dropped
     if implementation in KERNELS and devices > 1:

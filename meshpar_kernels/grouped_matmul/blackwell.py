@@ -398,9 +398,12 @@ def _transpose_kernel(*refs, gpu, shape, tile, num_sms):
         @pl.when(steps > 0)
         def _():
             read_accumulator(
-                gpu, acc, used, barriers,
+                gpu,
+                acc,
+                used,
+                barriers,
                 lambda total: store(lambda left: load_columns(gpu, total, left, width).astype(out.dtype)),
-            )  # fmt: skip
+            )
 
         @pl.when(steps == 0)
         def _():

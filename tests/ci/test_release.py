@@ -57,8 +57,9 @@ def test_what_an_archive_lacks_and_has_beyond():
     assert expected == {"meshpar/__init__.py", "meshpar/_src/lab/page.js"}
     names = ["meshpar/__init__.py", "meshpar/old.py", "meshpar-1.2.0.dist-info/RECORD"]
     assert list(release.content_problems("a.whl", names, expected)) == [
-        "a.whl lacks meshpar/_src/lab/page.js", "a.whl has meshpar/old.py, which is not tracked",
-    ]  # fmt: skip
+        "a.whl lacks meshpar/_src/lab/page.js",
+        "a.whl has meshpar/old.py, which is not tracked",
+    ]
     assert list(release.content_problems("a.whl", tracked, expected)) == []
 
 

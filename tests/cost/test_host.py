@@ -115,9 +115,10 @@ def test_copies_of_arguments_are_live_during_the_loops_before_their_readers(topo
     """As the TPU compiler schedules them; for GPUs, kernels run in program order."""
     x, moments = array(4096, 1024), array(1024, 1024)
     host = jax.ShapeDtypeStruct(
-        moments.shape, moments.dtype,
+        moments.shape,
+        moments.dtype,
         sharding=jax.NamedSharding(AbstractMesh((1,), ("data",)), jax.P(), memory_kind="pinned_host"),
-    )  # fmt: skip
+    )
 
     def step(x, m):
         x = jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ x.T @ x), x)

@@ -372,9 +372,12 @@ def test_a_write_into_a_window_moves_the_window():
 def test_arrays_between_the_moves_of_a_resharding_are_in_the_peak(mesh, layout, shape):
     """The compiled temporaries do without the result, into which XLA may or may not write the last of them."""
     step = mp.jit(
-        lambda w: mp.rename(w * 2, row="i", col="j") * 3, mesh=mesh, layout=layout, dims={"w": "row col"},
+        lambda w: mp.rename(w * 2, row="i", col="j") * 3,
+        mesh=mesh,
+        layout=layout,
+        dims={"w": "row col"},
         lowering="shard_map",
-    )  # fmt: skip
+    )
     w = jnp.ones(shape)
     compiled, planned = step.lower(w).compile().memory_analysis(), step.plan(w).memory.by_kind["temporaries"]
     assert 0.99 * compiled.temp_size_in_bytes <= planned

@@ -54,8 +54,10 @@ def test_other_kernels_read_what_is_in_vmem_as_they_read_hbm():
 
     size = BF16 * 512 * ELEMENTS
     assert computation_of(fn, 512) == [
-        ("conv_general_dilated", size + WEIGHTS), ("sort", size), ("conv_general_dilated", size + WEIGHTS),
-    ]  # fmt: skip
+        ("conv_general_dilated", size + WEIGHTS),
+        ("sort", size),
+        ("conv_general_dilated", size + WEIGHTS),
+    ]
 
 
 @pytest.mark.parametrize(("images", "read"), [(512, 0), (768, 1)])

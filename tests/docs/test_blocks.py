@@ -80,7 +80,7 @@ def test_every_command_has_a_page():
 
 def test_the_page_of_a_command_lists_its_flags():
     page = generated.command("plan")
-    flags = {flag for action in cli._parser().commands["plan"]._actions for flag in action.option_strings}
+    flags = {flag for action in cli.command_parser().commands["plan"]._actions for flag in action.option_strings}
     assert [flag for flag in flags - {"-h", "--help"} if f"`{flag}" not in page] == []
 
 
@@ -97,11 +97,20 @@ def test_links_of_an_included_file_lead_to_pages_or_name_files():
     assert "](SECURITY.md)" not in text
 
 
-def test_output_stands_where_the_page_asks_for_it():
-    page = 'Text.\n\n```python\nprint("a\\nb\\nc 1\\nd")\n```\n<!-- output from="b" to="d" -->\n\nMore.\n'
-    output = "```{code-block} text\n:class: output\n\n…\nb\nc 1\n…\n```\n"
-    want = f'Text.\n\n```python\nprint("a\\nb\\nc 1\\nd")\n```\n\n{output}\n\nMore.\n'
-    assert blocks.rendered(page, "page.md") == want
+@pytest.mark.parametrize(
+    ("which", "shown"),
+    [
+        ('from="b" to="e"', "…\nb\n    c\n  d\n…"),
+        ('lines="b|e"', "…\nb\n    c\n…\ne"),  # with the lines that continue them
+        ('lines="  d|a"', "a\n…\n  d\n…"),
+        ("", "a\nb\n    c\n  d\n\ne"),
+    ],
+)
+def test_output_stands_where_the_page_asks_for_it(which, shown):
+    code = '```python\nprint("a\\nb\\n    c\\n  d\\n\\ne")\n```\n'
+    page = f"Text.\n\n{code}<!-- output {which} -->\n\nMore.\n".replace("output  -->", "output -->")
+    output = f"```{{code-block}} text\n:class: output\n\n{shown}\n```\n"
+    assert blocks.rendered(page, "page.md") == f"Text.\n\n{code}\n{output}\n\nMore.\n"
 
 
 def test_colours_are_on_the_site_only():
@@ -145,6 +154,7 @@ def test_pages_import_the_examples_of_their_own_folder(monkeypatch):
         ("```python\nx = 1\n```\n\nText.\n\n<!-- output -->\n", ValueError),  # output of no block
         ("```python\nx = 1\n```\n<!-- output -->\n", ValueError),  # nothing is printed
         ('```python\nprint(1)\n```\n<!-- output from="2" -->\n', ValueError),
+        ('```python\nprint(1)\n```\n<!-- output lines="2" -->\n', ValueError),
         ("```bash\nmeshpar plan nothing.py:step --mesh data=2\n```\n", AssertionError),
         ("```bash error\nmeshpar plan examples/llama.py:tiny --layout fsdp --mesh data=2\n```\n", AssertionError),
     ],

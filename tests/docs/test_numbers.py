@@ -131,11 +131,11 @@ OUTPUT = "```python\nprint(1)\n```\n<!-- output -->\n\n```text\nstep 12783 ms, p
         ("It takes 12 to 13 s.", 1),  # 12.783 is rounded to 13
         ("It takes 13 times as long, 10 GB, `5 ms`, Python 3.11, Llama 3.1 405B, 128 × 128, 5 %.", 2),
         (
-            "It is 0.928 to 1.002.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->",
+            "It is 0.927 to 1.002.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->",
             0,
         ),
         (
-            "It is 0.928 to 1.000.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->",
+            "It is 0.927 to 1.000.\n<!-- from benchmarks/results/search.md \"llama3_8b|mixtral.*32, v5e\" c['ratio'] -->",
             1,
         ),
         ("- 1.75 <!-- from = (4 + 4 - 1) / 4 -->\n- 1.75", 1),

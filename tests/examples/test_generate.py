@@ -93,9 +93,11 @@ CASES = {
     "continuous batching": ("llama", UNSHARDED, {"pad": 4}),
     "pages": ("llama", UNSHARDED, PAGED),
     "a length that does not divide": (
-        "llama", {"prefill": "", "insert": "cache?: model", "decode": "cache?: model; mlp: model"}, {"length": 13 + 6},
+        "llama",
+        {"prefill": "", "insert": "cache?: model", "decode": "cache?: model; mlp: model"},
+        {"length": 13 + 6},
     ),
-}  # fmt: skip
+}
 SLOW_CASES = {
     "cache": ("llama", FLASH, {"lowering": "jit"}),
     "cache over all": ("llama", LONG, {"lowering": "shard_map"}),

@@ -208,10 +208,12 @@ def test_saved_residuals_use_memory_and_shorten_the_step():
     heads, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     residual, kernel, qkv = 2 * c.embed, 2 * heads + 4 * c.heads, 2 * (heads + 2 * kv)  # a token; the kernel: and lse
     kept = {
-        "full": 0, "save_out_proj": residual, "save_dot_with_context_except_mlp": residual + qkv + kernel,
+        "full": 0,
+        "save_out_proj": residual,
+        "save_dot_with_context_except_mlp": residual + qkv + kernel,
         "minimal_except_gate": residual + qkv + kernel + 2 * c.mlp,
         "minimal_with_context": residual + qkv + kernel + 2 * 2 * c.mlp,
-    }  # fmt: skip
+    }
     how = {"topology": "v5p:4x4x8", "donate": 0, "loss": "vocab"}
     plans = {remat: planned(llama.FSDP, remat=remat, **how) for remat in (*kept, "none")}
     saved = {remat: plan.memory.by_kind["saved activations"] for remat, plan in plans.items()}

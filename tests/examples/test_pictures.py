@@ -1,9 +1,36 @@
 """The pictures of the README and the docs show the numbers that their plans have."""
 
 import json
+import re
 
+import lab_program
 import pictures
 import pytest
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [(True, False), (False, True)])
+def test_two_plans_side_by_side_have_their_computed_difference_and_a_mark_at_what_differs(mesh, layout, tmp_path):
+    plans = [lab_program.planned("data=2, model=8", "batch: data; mlp: model")]
+    plans.append(
+        plans[0].replan(
+            mesh="model=8, data=2" if mesh else "data=2, model=8", layout="batch: data" if layout else plans[0].layout
+        )
+    )
+    pages = []
+    for plan in plans:
+        plan.save(tmp_path / "plan.html")
+        pages.append((tmp_path / "plan.html").read_text())
+    body = pictures.compared(pages, ("first", "second")).partition("<main")[2]
+    first, second = body.split('<div class="side">')[1:]
+    change = 100 * (plans[1].seconds / plans[0].seconds - 1)
+    assert f"{change:+.0f} %".replace("-", "−") in second
+    assert "%</span>" not in first
+    assert [f"{1e3 * p.seconds:.3g} ms</b>" in side for p, side in zip(plans, (first, second), strict=True)] == [
+        True
+    ] * 2
+    marks = [re.sub("<.*?>", "", m) for m in re.findall("<mark>(.*?)</mark>", second)]
+    assert marks == ["model 8 data 2"] * mesh + ["batch: data"] * layout
+    assert ("rules of both" in body) == (not layout)
 
 
 @pytest.mark.slow

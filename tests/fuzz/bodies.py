@@ -125,11 +125,13 @@ def loop(w: Writer) -> None:
         name, text = w.define(b, [i, carry], new)
     if dynamic:
         ids = w.ids()
-        expr = w.of([
-            f"lax.fori_loop(0, {ids.name}[0] % 4, {name}, {x.name})",
-            f"lax.while_loop(lambda s: (s[0] < 3) & ({ids.name}.sum() > s[0]), lambda s: (s[0] + 1, {name}(*s)), (0, {x.name}))[1]",
-            f"lax.while_loop(lambda s: (s[0] < 4) & (jnp.round(s[1]).sum() < 1e6), lambda s: (s[0] + 1, {name}(*s)), (0, {x.name}))[1]",
-        ])  # fmt: skip
+        expr = w.of(
+            [
+                f"lax.fori_loop(0, {ids.name}[0] % 4, {name}, {x.name})",
+                f"lax.while_loop(lambda s: (s[0] < 3) & ({ids.name}.sum() > s[0]), lambda s: (s[0] + 1, {name}(*s)), (0, {x.name}))[1]",
+                f"lax.while_loop(lambda s: (s[0] < 4) & (jnp.round(s[1]).sum() < 1e6), lambda s: (s[0] + 1, {name}(*s)), (0, {x.name}))[1]",
+            ]
+        )
         w.forward_only = True
     else:
         expr = f"lax.fori_loop(0, 3, {name}, {x.name})"
@@ -185,8 +187,11 @@ def call(w: Writer) -> None:
                 f"{name}_c.defvjp(lambda x: (jnp.tanh(x) + 0.5 * x, x), lambda r, g: (g * (1 - jnp.tanh(r) ** 2) + 0.25 * g,))"]  # fmt: skip
         expr = f"{name}_c({name}({x.name}))"
     elif how == "custom_jvp":
-        text = [*text, f"{name}_c = jax.custom_jvp(lambda x: x * jnp.tanh(x))",
-                f"{name}_c.defjvp(lambda p, t: ({name}_c(p[0]), t[0] * jnp.tanh(p[0]) + p[0] * t[0]))"]  # fmt: skip
+        text = [
+            *text,
+            f"{name}_c = jax.custom_jvp(lambda x: x * jnp.tanh(x))",
+            f"{name}_c.defjvp(lambda p, t: ({name}_c(p[0]), t[0] * jnp.tanh(p[0]) + p[0] * t[0]))",
+        ]
         expr = f"{name}_c({name}({x.name}))"
     elif how == "own":  # the body itself has a rule, which returns another derivative than JAX would
         text = [*text, *w.of([
@@ -238,12 +243,15 @@ def parts(w: Writer) -> None:
         name, text = w.define(b, [p], result(b, rest, p.name))
     cuts = f"{name}_x = {x.name}.reshape{cut}"
     lead = f"jnp.moveaxis({name}_x, {at}, 0)" if at else f"{name}_x"
-    expr = w.of([
-        f"jax.vmap({name}, {at}, {at})({name}_x)", f"jax.vmap({name}, {at}, {at})({name}_x)",
-        f"jnp.moveaxis(lax.map({name}, {lead}), 0, {at})",
-        f"jnp.moveaxis(lax.scan(lambda c, r: (c + r.sum().astype(F), {name}(r)), F(0), {lead})[1], 0, {at})",
-        f"jnp.stack([{name}({lead}[j]) for j in range({k})], {at})",
-    ])  # fmt: skip
+    expr = w.of(
+        [
+            f"jax.vmap({name}, {at}, {at})({name}_x)",
+            f"jax.vmap({name}, {at}, {at})({name}_x)",
+            f"jnp.moveaxis(lax.map({name}, {lead}), 0, {at})",
+            f"jnp.moveaxis(lax.scan(lambda c, r: (c + r.sum().astype(F), {name}(r)), F(0), {lead})[1], 0, {at})",
+            f"jnp.stack([{name}({lead}[j]) for j in range({k})], {at})",
+        ]
+    )
     back = w.of(["", f".reshape{x.shape}", f".reshape{x.shape}", f".sum({at})", f".mean({at})"])
     w.emit(f"({expr}){back}", 8.0 * k, before=[*text, cuts], scale=False)
 

@@ -54,8 +54,10 @@ def overflow(w: Writer) -> None:
     x, u = w.fresh((n, k)), w.fresh((k, w.of([4, 8])))
     name = f"f{w.name()[1:]}"
     scale = w.of(["2000", "60000", f"(jnp.abs({x.name}[0, 0]) * 8 + 30000)"])
-    before = [f"{name}_x = jnp.where(jnp.arange({n})[:, None] < {n // 2}, -10, 10) + jnp.zeros(({n}, {k}), F16)",
-              f"{name}_g = jax.grad(lambda u: (({name}_x + 0 * {x.name}.astype(F16)) @ u).astype(F).sum())({u.name}.astype(F16))"]  # fmt: skip
+    before = [
+        f"{name}_x = jnp.where(jnp.arange({n})[:, None] < {n // 2}, -10, 10) + jnp.zeros(({n}, {k}), F16)",
+        f"{name}_g = jax.grad(lambda u: (({name}_x + 0 * {x.name}.astype(F16)) @ u).astype(F).sum())({u.name}.astype(F16))",
+    ]
     w.emit(f"{name}_g * jnp.asarray({scale}, {name}_g.dtype)", before=before, scale=False, kind="o")
 
 

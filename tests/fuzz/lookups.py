@@ -92,8 +92,11 @@ def convolution(w: Writer) -> None:
     n = c // groups * math.prod(window)
     if "lhs_dilation" in more:
         padding = str([(1, 2)] * rank)
-    w.emit(f"lax.conv_general_dilated({operand}, {kernel.name}, {strides}, {padding}{more}, dimension_numbers=('{lhs}', '{letters}IO', '{lhs}'), feature_group_count={groups})",
-           x.top * kernel.top * n, x.bits + 2 if x.exact and x.bits is not None else None)  # fmt: skip
+    w.emit(
+        f"lax.conv_general_dilated({operand}, {kernel.name}, {strides}, {padding}{more}, dimension_numbers=('{lhs}', '{letters}IO', '{lhs}'), feature_group_count={groups})",
+        x.top * kernel.top * n,
+        x.bits + 2 if x.exact and x.bits is not None else None,
+    )
 
 
 @statement(1)

@@ -87,8 +87,11 @@ def _layer(rng: random.Random, sizes: _Sizes) -> _Layer:
     texts = [*rng.sample(choices, rng.randrange(5)), rng.choice(UPDATES[:2])]
     rng.shuffle(texts)
     layer = _Layer([])
-    shapes = {"up": ("layers embed mlp", (sizes.embed, sizes.mlp)), "down": ("layers mlp embed", (sizes.mlp, sizes.embed)),
-              "bias": ("layers embed", (sizes.embed,))}  # fmt: skip
+    shapes = {
+        "up": ("layers embed mlp", (sizes.embed, sizes.mlp)),
+        "down": ("layers mlp embed", (sizes.mlp, sizes.embed)),
+        "bias": ("layers embed", (sizes.embed,)),
+    }
     for k, text in enumerate(texts):
         for name, (dims, shape) in shapes.items():
             if f"{{{name}}}" in text:

@@ -192,14 +192,18 @@ class Writer:
         return items[self.rng.randrange(len(items))]
 
     def pick(
-        self, kind: str = "f", ranks: Sequence[int] = (1, 2, 3, 4), exact: bool = False,
+        self,
+        kind: str = "f",
+        ranks: Sequence[int] = (1, 2, 3, 4),
+        exact: bool = False,
         such: Callable[[Var], bool] = lambda v: True,
-    ) -> Var:  # fmt: skip
+    ) -> Var:
         """A variable, the later the likelier."""
         found = [
-            v for v in self.vars
+            v
+            for v in self.vars
             if v.kind in kind and len(v.shape) in ranks and (v.exact or not exact) and 0 not in v.shape and such(v)
-        ]  # fmt: skip
+        ]
         if not found:
             raise Skip
         recent = found[-4:] if self.chance(0.6) else found
@@ -287,8 +291,11 @@ class Writer:
     def shapes(self, before: Sequence[str], expr: str) -> Any:
         """The shapes of an expression."""
         env = {v.name: jax.ShapeDtypeStruct(v.shape, _DTYPES[v.kind]) for v in self.vars if v.kind in _DTYPES}
-        keys = {v.name: jax.random.split(jax.random.key(0), v.shape) if v.shape else jax.random.key(0)
-                for v in self.vars if v.kind == "k"}  # fmt: skip
+        keys = {
+            v.name: jax.random.split(jax.random.key(0), v.shape) if v.shape else jax.random.key(0)
+            for v in self.vars
+            if v.kind == "k"
+        }
 
         def run(env: dict[str, Any]) -> Any:
             scope = {**namespace(jnp.float32), **keys, **env}

@@ -51,8 +51,11 @@ def test_a_plan_names_what_it_is_priced_with(tmp_path):
     assert bare.seconds is None
     assert json.loads(bare.to_json())["calibration"] is None
     assert json.loads(plan.to_json())["calibration"] == {
-        "measured_on": CPU.name, "matmul_efficiency": 0.1, "hbm_efficiency": 0.2, "link_efficiency": 0.3,
-    }  # fmt: skip
+        "measured_on": CPU.name,
+        "matmul_efficiency": 0.1,
+        "hbm_efficiency": 0.2,
+        "link_efficiency": 0.3,
+    }
     assert f"calibrated on {CPU.name}" in str(plan)
     assert f"calibrated on {CPU.name}" in plan._repr_html_()
     work = 2 * 64**3 / 8 / (0.5 * 1e11 * 0.1)  # products of f32 at half the rate

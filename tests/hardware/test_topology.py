@@ -160,8 +160,9 @@ def test_axes_lie_as_on_the_slice_that_the_compiler_describes(topology, text):
 
 def test_gpus_fill_a_node_with_the_minor_axes():
     assert laid("4x h100:8", "data=8, model=4") == {
-        "data": (Stage(4, "slice"), Stage(2, "switch")), "model": (Stage(4, "switch"),),
-    }  # fmt: skip
+        "data": (Stage(4, "slice"), Stage(2, "switch")),
+        "model": (Stage(4, "switch"),),
+    }
     assert laid("2x h200:4", "data=2, model=4") == {"data": (Stage(2, "slice"),), "model": (Stage(4, "switch"),)}
     assert laid("h100:32", "data=32") == {"data": (Stage(4, "slice"), Stage(8, "switch"))}
     assert laid("h100:8", "data=8") == {"data": (Stage(8, "switch"),)}

@@ -7,6 +7,8 @@ def specs_of(rank, axes):
     for axis in axes:
         found += [
             tuple((*e[:at], axis, *e[at:]) if i == d else e for i, e in enumerate(spec))
-            for spec in found for d in range(rank) for at in range(len(spec[d]) + 1)
-        ]  # fmt: skip
+            for spec in found
+            for d in range(rank)
+            for at in range(len(spec[d]) + 1)
+        ]
     return found

@@ -30,5 +30,7 @@ def waits(jaxpr, later, earlier):
     """Of the equations of kind ``later``, each with how many of kind ``earlier`` it needs, body by body, in order."""
     return [
         sum(e.primitive.name == earlier for e in needs(body, eqn))
-        for body in bodies(jaxpr) for eqn in body.eqns if eqn.primitive.name == later
-    ]  # fmt: skip
+        for body in bodies(jaxpr)
+        for eqn in body.eqns
+        if eqn.primitive.name == later
+    ]

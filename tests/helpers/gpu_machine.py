@@ -172,9 +172,12 @@ class Gpus(Devices):
     """
 
     def __init__(
-        self, devices: int = 1, schedule: Schedule = PLAIN, dropped: str | None = None,
+        self,
+        devices: int = 1,
+        schedule: Schedule = PLAIN,
+        dropped: str | None = None,
         multiprocessors: int | Sequence[int] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(devices, schedule, dropped)
         one = multiprocessors is None or isinstance(multiprocessors, int)
         self.free = [multiprocessors] * devices if one else [*multiprocessors]

@@ -16,7 +16,7 @@ import optax
 from jax import lax
 
 import meshpar as mp
-from meshpar._src.entry.cli import _parser
+from meshpar._src.entry.cli import command_parser
 from meshpar._src.report.document import plain
 from meshpar._src.verify.check import Report, Row
 
@@ -127,7 +127,7 @@ def screens(name):
         command, texts = HELPS[name], {}
         for width in WIDTHS:
             with mock.patch.dict(os.environ, {"COLUMNS": str(width)}):
-                parser = _parser()
+                parser = command_parser()
                 texts[width] = (parser if command is None else parser.commands[command]).format_help()
     else:
         document = DOCUMENTS[name]()

@@ -99,7 +99,7 @@ class Tpus(Devices):
 
     def __init__(
         self, sizes: Sequence[int], axes: Sequence[str], schedule: Schedule = PLAIN, dropped: str | None = None
-    ):  # fmt: skip
+    ):
         self.sizes, self.axes = tuple(sizes), tuple(axes)
         super().__init__(math.prod(sizes), schedule, dropped)
         self.barrier = self.semaphore("barrier", (), 0)

@@ -16,7 +16,7 @@ from meshpar_kernels import ContextParallel, ring_attention, unzigzag, zigzag
 
 A, B, S, H, D = 4, 2, 48, 8, 4
 RNG = np.random.default_rng(0)
-STRATEGIES = ("ring", "ulysses", "gathered")
+STRATEGIES = ("ring", "ulysses", "ring+ulysses", "gathered")
 SPLIT = P(None, ("a", "b"))
 
 # uneven segments, one of which a window of others lies within, and one token alone
@@ -93,6 +93,41 @@ def test_every_strategy_is_attention(name, order):
     expect(got, arrays, **mask, **ids)
 
 
+LAST = np.repeat([2, 0, 1, -1], [9, 17, 3, 19])[None].repeat(B, 0).astype(np.int32)  # 19 tokens of padding
+EXACT = {
+    "two devices": ((2,), {"causal": True}, 2),
+    "a window": ((4,), {"causal": True, "window": 29}, 8),
+    "documents": ((8,), {"causal": True, "segments": True}, 1),
+    "of Ulysses": ((4, 2), {"causal": True, "segments": True}, 2),
+    "given positions": ((4,), {"causal": True, "segments": True, "placed": True}, 4),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_balanced_rings_are_exact_in_float64(case):
+    """Contiguous tokens, queries exchanged between mirrored devices; and tokens in any order, by their positions."""
+    sizes, options, kv_heads = EXACT[case]
+    axes, options = ("a", "b")[: len(sizes)], dict(options)
+    segments, placed = options.pop("segments", False), options.pop("placed", False)
+    arrays, ids = draw(kv_heads, dtype=np.float64), {"q_seg": LAST, "k_seg": LAST} if segments else {}
+    order = np.random.default_rng(1).permutation(S) if placed else np.arange(S)
+    strategy, balance = "ring+ulysses" if len(sizes) > 1 else "ring", None if placed else True
+
+    def attend(q, k, v, seg, pos):
+        parallel = ContextParallel(strategy=strategy, balance=balance)
+        more = {"segment_ids": seg if segments else None, "positions": pos if placed else None}
+        return ring_attention(q, k, v, axes, chunks=(4, 5), parallel=parallel, **more, **options)
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), axes)
+    f = jax.shard_map(attend, mesh=mesh, in_specs=(P(None, axes),) * 4 + (P(axes),), out_specs=P(None, axes))
+    with jax.enable_x64(True):
+        *x, read, seg = (jnp.asarray(a[:, order]) for a in (*arrays, LAST))
+        run = jax.jit(lambda *x: jax.vjp(lambda q, k, v: f(q, k, v, seg, jnp.asarray(order, jnp.int32)), *x[:3]))
+        y, back = run(*x)
+        got = jax.tree.map(lambda a: np.asarray(a)[:, np.argsort(order)], (y, back(read)))
+    expect({case: got}, arrays, 1e-12, **options, **ids)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_softcap_scale_other_lengths_and_widths(order):
@@ -136,9 +171,11 @@ def test_bfloat16():
 def test_one_device_needs_no_axis(implementation):
     arrays = draw(2)
     y, back = jax.vjp(
-        lambda *x: ring_attention(*x, None, causal=True, window=6, softcap=2.0, implementation=implementation, chunks=(7, 10)),
+        lambda *x: ring_attention(
+            *x, None, causal=True, window=6, softcap=2.0, implementation=implementation, chunks=(7, 10)
+        ),
         *(jnp.asarray(x) for x in arrays[:3]),
-    )  # fmt: skip
+    )
     expect({"local": (y, back(jnp.asarray(arrays[3])))}, arrays, causal=True, window=6, softcap=2.0)
 
 
@@ -170,7 +207,7 @@ def local(**options):
     """Call it with shapes of one device, for its checks."""
     shapes = {"q": (2, 6, 8, 4), "k": (2, 6, 8, 4), "v": (2, 6, 8, 4), **options.pop("shapes", {})}
     dtypes = options.pop("dtypes", {})
-    parallel = {name: options.pop(name) for name in ("strategy", "order", "scatter") if name in options}
+    parallel = {name: options.pop(name) for name in ("strategy", "order", "scatter", "balance") if name in options}
 
     def call(x):
         arrays = {n: jnp.zeros(s, dtypes.get(n, jnp.float32)) + 0 * x.sum().astype(int) for n, s in shapes.items()}
@@ -189,7 +226,13 @@ def local(**options):
         ({"shapes": {"v": (2, 5, 8, 4)}}, "do not fit"),
         ({"shapes": {"k": (2, 6, 3, 4), "v": (2, 6, 3, 4)}}, "8 heads of q are no multiple of the 3 heads"),
         ({"dtypes": {"k": jnp.bfloat16}}, "must have one dtype"),
-        ({"dtypes": dict.fromkeys("qkv", jnp.int32)}, "must have one dtype, float32, bfloat16 or float16"),
+        ({"dtypes": dict.fromkeys("qkv", jnp.int32)}, "must have one dtype, float32, bfloat16, float16, float64"),
+        ({"positions": np.zeros(6)}, r"positions must be int32 \[6\], of as many .*got float64\[6\]"),
+        ({"positions": np.zeros(6, np.int32), "order": "zigzag"}, "positions must be .* not in zig-zag order"),
+        (
+            {"causal": True, "strategy": "ring", "balance": True, "shapes": dict.fromkeys("qkv", (2, 5, 8, 4))},
+            "an even number",
+        ),
         ({"window": 0}, "window=0 must be at least 1"),
         ({"window": -3}, "window=-3 must be at least 1"),
         ({"softcap": 0.0}, "softcap=0.0 must be above 0"),
@@ -245,8 +288,11 @@ def test_gradients_of_gathered_keys_go_round_rings_over_several_axes():
         for case, text in ((case, x.as_text()) for case, x in lowered.items())
     }
     assert rings == {
-        (both, None): (True, False), (both, "xla"): (False, True), (one, None): (False, True), (one, "ring"): (True, False),
-    }  # fmt: skip
+        (both, None): (True, False),
+        (both, "xla"): (False, True),
+        (one, None): (False, True),
+        (one, "ring"): (True, False),
+    }
     got, want = (lowered[both, s].compile()(q, k, v, read) for s in (None, "xla"))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ import pytest
 from meshpar_kernels import attention_costs
 from meshpar_kernels.attention import Machine, api, masks, ring
 from meshpar_kernels.attention.context import Context
-from meshpar_kernels.attention.costs import costs, sends
+from meshpar_kernels.attention.costs import _pairs, costs, sends
 from meshpar_kernels.attention.flash import Softmax
 from meshpar_kernels.attention.masks import Mask
 
@@ -91,15 +91,86 @@ def test_bytes_and_flops_by_hand():
     back = queries * 2 * 3 + 2 * keys * 2 * 2 + 2 * rows * 4
     assert costs.of["ulysses"].bytes_sent == (there + back) * 7 / 8
     pairs = tokens * (tokens + 1) / 2 / devices
-    for cost in costs.of.values():
+    for cost in (costs.of[name] for name in ("ring", "gathered", "ulysses")):
         assert cost.flops == pytest.approx(14 * pairs * 32 * 128, rel=1e-3)
     # all K and V in bfloat16 and all their gradients in float32; two K/V blocks, and four of gradients, of a device
     more = costs.of["gathered"].memory - costs.of["ring"].memory
     assert more == 2 * keys * (devices * 6 - 2 * 2 - 4 * 4) - queries * 4
     # in order, the last device sees everything
-    uneven = attention_costs(*shapes(tokens, devices), devices, causal=True)
+    uneven = attention_costs(*shapes(tokens, devices), devices, causal=True, balance=False)
     assert uneven.of["ring"].flops == pytest.approx(14 * (2 - 1 / 8) * pairs * 32 * 128, rel=1e-3)
     assert uneven.of["ulysses"].flops == pytest.approx(14 * pairs * 32 * 128, rel=1e-3)
+
+
+def test_a_balanced_ring_by_hand():
+    """Half of the queries and results of a device are sent twice; every device has the mean of the work."""
+    tokens, devices = 65536, 8
+    found = attention_costs(*shapes(tokens, devices), devices, causal=True)
+    plain = attention_costs(*shapes(tokens, devices), devices, causal=True, balance=False).of["ring"]
+    ring, half, rows = found.of["ring"], tokens // devices * 32 * 128, tokens // devices // 2 * 32
+    # queries and results there and back; queries, gradients of results and of queries; log-sum-exps twice, sums
+    assert ring.bytes_sent - plain.bytes_sent == 2 * half + 3 * half + 3 * rows * 4
+    pairs = tokens * (tokens + 1) / 2
+    assert ring.flops == pytest.approx(14 * pairs / devices * 32 * 128, rel=1e-9)
+    assert ring.seconds < 0.6 * plain.seconds
+    swaps = [s for s in ring.forward if "mirrored" in s.why or "back" in s.why]
+    assert [(s.step, s.shape[1], s.hidden > 0) for s in swaps] == [(2, 4096, True), (2, 4096, False), (2, 4096, False)]
+
+
+@pytest.mark.parametrize("devices", [2, 4, 6])
+def test_pairs_of_a_balanced_ring(devices):
+    """Counted in the mask: the first half of a device's queries, and the second half of the mirrored device's."""
+    for mask in MASKS:
+        total, c = 8 * devices, Context(("ring",), devices, Softmax(mask, 1.0), balanced=True)
+        seen = (
+            oracle.visible(total, total, causal=mask.causal, window=mask.window)[0].sum(1).reshape(devices, 2, 4).sum(2)
+        )
+        x = jax.ShapeDtypeStruct((1, 8, 1, 1), jnp.float32)
+        assert _pairs(c, x, x) == (seen[:, 0] + seen[::-1, 1]).tolist(), mask
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens", "is_balanced"),
+    [
+        ({"causal": True}, 65536, True),
+        ({"causal": True}, 256, False),  # latency
+        ({"causal": True}, 65544 - 8 * 4, False),  # an odd number on each device
+        ({"causal": True, "zigzag": 8}, 65536, False),
+        ({"causal": True, "window": 512}, 65536, False),  # every device sees as many
+        ({"causal": True, "window": 60000}, 65536, True),
+        ({}, 65536, False),
+    ],
+)
+def test_when_a_ring_is_balanced(options, tokens, is_balanced):
+    ring = attention_costs(*shapes(tokens, 8), 8, **options).of["ring"]
+    assert any("mirrored" in s.why for s in ring.forward) == is_balanced
+
+
+def test_a_ring_is_chosen_where_it_alone_is_balanced():
+    """24 heads over 16 devices: gathered keys have twice the work of the last device; a ring of 64K tokens does not."""
+    short = attention_costs(*shapes(65536, 16, 24), 16, causal=True)
+    assert short.strategy == "ring"
+    assert attention_costs(*shapes(65536, 16, 24), 16, causal=True, balance=False).strategy == "gathered"
+    q, k, v = shapes(65536, 16, 24)
+    assert attention_costs(q, k, v, {"ring": 2, "uly": 8}, causal=True).strategy == "ring+ulysses"
+
+
+def test_heads_are_exchanged_over_the_last_axes_inside_of_a_ring():
+    """8 heads over 4·2·4 devices: over 4 of them, over the last axis, since 8 do not divide over 32; K and V go round 8."""
+    q, k, v = shapes(65536, 32, 8, 4)
+    sizes = {"x": 4, "y": 2, "z": 4}
+    found = attention_costs(q, k, v, sizes, causal=True, balance=False).of
+    assert "8 heads do not divide over 32" in found["ulysses"].refused
+    assert "ring+ulysses" not in attention_costs(q, k, v, 32).of  # of one axis
+    mixed = found["ring+ulysses"]
+    stages = {"all-to-all": (("y", "z"), 8), "collective-permute": (("x",), 4)}
+    assert {s.op: s.stage for s in mixed.forward} == stages
+    assert all(s.stage == stages[s.op] for s in (*mixed.forward, *mixed.backward))
+    queries, keys = q.size * 2, k.size * 2 * 2  # bytes; each head of K and V is sent to two devices
+    rows = q.size // 128 * 4
+    there = (2 * queries + 2 * keys + rows) * 7 / 8 + 3 * 2 * keys
+    assert sum(s.bytes(32) for s in mixed.forward) == there
+    assert mixed.flops == pytest.approx(found["ring"].flops * (2 - 1 / 4) / (2 - 1 / 32), rel=1e-3)
 
 
 def test_gathered_gradients_are_scattered_axis_by_axis():
@@ -112,9 +183,9 @@ def test_gathered_gradients_are_scattered_axis_by_axis():
 
     many, one = {"x": 2, "y": 1, "z": 4}, {"x": 8}
     scattered = [(s.stage, s.shape[1]) for s in back(many, "xla") if s.op == "reduce-scatter"]
-    assert scattered[::2] == scattered[1::2] == [(("x", 2), 65536), (("y", 1), 32768), (("z", 4), 32768)]
+    assert scattered[::2] == scattered[1::2] == [((("x",), 2), 65536), ((("y",), 1), 32768), ((("z",), 4), 32768)]
     hops = [(s.stage, s.shape[1], s.times) for s in back(many) if s.op == "collective-permute"]
-    assert hops[::2] == hops[1::2] == [(("x", 2), 32768, 1), (("y", 1), 32768, 0), (("z", 4), 8192, 3)]
+    assert hops[::2] == hops[1::2] == [((("x",), 2), 32768, 1), ((("y",), 1), 32768, 0), ((("z",), 4), 8192, 3)]
     assert not [s for s in back(many) if s.op == "reduce-scatter"]
     forms = back(many), back(many, "xla"), back(one), back(one, "ring")
     assert len({sum(s.bytes(8) for s in form) for form in forms}) == 1

@@ -228,8 +228,9 @@ def trace(f, *shapes, check_vma=True):
 
 def one_run(x, implementation="pallas"):
     zero = jnp.zeros(A, jnp.int32)
-    return ragged_all_to_all(x, jnp.zeros_like(x), zero, zero, zero, zero, axis_name=("a", "b"),
-                             implementation=implementation)[0]  # fmt: skip
+    return ragged_all_to_all(
+        x, jnp.zeros_like(x), zero, zero, zero, zero, axis_name=("a", "b"), implementation=implementation
+    )[0]
 
 
 def test_what_it_refuses():

@@ -79,10 +79,13 @@ def test_one_device_keeps_its_array():
         (lambda v: all_to_all(v, ("a", "a")), "one mesh axis or several different ones"),
         (lambda v: all_to_all(v, "a", implementation="ring"), "no implementation 'ring'"),
         (lambda v: collective_permute(v, "a", [(0, 8)]), "target 8 is no rank of 8 devices; ranks are 0 to 7"),
-        (lambda v: collective_permute(v, "a", [(0, 1), (0, 2)]), "rank 0 is a source 2 times; each rank may be a source once"),
+        (
+            lambda v: collective_permute(v, "a", [(0, 1), (0, 2)]),
+            "rank 0 is a source 2 times; each rank may be a source once",
+        ),
         (lambda v: collective_permute(v, "a", [(0, 1), (2, 1)]), "rank 1 is a target 2 times"),
     ],
-)  # fmt: skip
+)
 def test_invalid_arguments_are_errors(call, says):
     with pytest.raises(ValueError, match=says):
         on_devices(call, mesh_of(8), np.zeros((8, 8, 5), np.float32))

@@ -193,8 +193,10 @@ def test_blocks_that_a_multiprocessor_holds():
 
 def test_a_process_that_dies_or_hangs_is_a_reason(tmp_path, monkeypatch):
     script = tmp_path / "dies.py"
-    script.write_text("import sys, time\nprint('ROW {\"name\": \"a\"}', flush=True)\nif sys.argv[1] == 'hang':\n"
-                      "    time.sleep(60)\nsys.exit('illegal memory access')\n")  # fmt: skip
+    script.write_text(
+        "import sys, time\nprint('ROW {\"name\": \"a\"}', flush=True)\nif sys.argv[1] == 'hang':\n"
+        "    time.sleep(60)\nsys.exit('illegal memory access')\n"
+    )
     monkeypatch.setattr(gpu, "__file__", str(script))
     rows, text = gpu.run_process(["die"], {}, 20)
     assert rows == [{"name": "a"}]

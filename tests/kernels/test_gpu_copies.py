@@ -43,7 +43,7 @@ LOADS = {
     "from the last row": [255, 1],
     "negative and too many": [9, -3, 300, 4],
     "random 0": np.random.default_rng(0).multinomial(250, [1 / 7] * 7).tolist(),
-}  # fmt: skip
+}
 loads_of_either = pytest.mark.parametrize(
     ("module", "sizes"), covering.each(gpu_runs.GROUPED.values(), LOADS.values()), ids=LOADS
 )

@@ -38,9 +38,10 @@ CASES = {
     "transposed": (jnp.bfloat16, {"transpose_rhs": True}),
     "swiglu": (jnp.bfloat16, {"activation": "silu", "config": Config((256, K, 128))}),
     "everything": (
-        jnp.float32, {"activation": "gelu", "transpose_rhs": True, "row_scale": normal(M), "group_offset": 1},
+        jnp.float32,
+        {"activation": "gelu", "transpose_rhs": True, "row_scale": normal(M), "group_offset": 1},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -109,11 +109,14 @@ def test_codes_may_be_sent_by_rings_and_by_kernels():
         (lambda v: quantized_all_gather(v, "a", block=0), "block=0 must be at least 1"),
         (lambda v: quantized_all_gather(v, "a", axis=2), "has no dimension 2"),
         (lambda v: quantized_all_gather(v, "a", implementation="hierarchical"), "once for each axis"),
-        (lambda v: quantized_reduce_scatter(v, "a", implementation="ring"), "no implementation 'ring'; there are 'native'"),
+        (
+            lambda v: quantized_reduce_scatter(v, "a", implementation="ring"),
+            "no implementation 'ring'; there are 'native'",
+        ),
         (lambda v: quantized_reduce_scatter(v, "a", axis=1), "no multiple of the 8 devices of a; pad it"),
         (lambda v: quantized_reduce_scatter(v.astype(int), "a"), "x is int32; it must be float32, bfloat16 or float16"),
     ],
-)  # fmt: skip
+)
 def test_invalid_arguments_are_errors(call, says):
     with pytest.raises(ValueError, match=says):
         on_devices(call, mesh_of(8), np.zeros((8, 8, 5), np.float32))

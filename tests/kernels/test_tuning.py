@@ -147,12 +147,14 @@ def test_a_config_is_completed_field_by_field():
 def test_keywords_that_are_fields_of_the_config_name_it():
     x, sizes = jnp.ones((8, 8)), jnp.asarray([8])
     for call, words in (
-        (lambda: grouped_matmul(x, x[None], sizes, num_sms=3, cluster=2),
-         r"grouped_matmul: num_sms and cluster are fields of config: config=Config\(num_sms=3, cluster=2\)"),
+        (
+            lambda: grouped_matmul(x, x[None], sizes, num_sms=3, cluster=2),
+            r"grouped_matmul: num_sms and cluster are fields of config: config=Config\(num_sms=3, cluster=2\)",
+        ),
         (lambda: grouped_matmul_transpose(x, x, sizes, pingpong=True), r"config=Config\(pingpong=True\)"),
         (lambda: scaled_grouped_matmul(x, x, x, x, sizes, num_sms=3), r"config=Config\(num_sms=3\)"),
         (lambda: all_gather_matmul(x, x, "a", num_sms=3), r"all_gather_matmul: num_sms is a field of config"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(TypeError, match=words):
             call()
     for op in (all_gather_matmul, matmul_reduce_scatter):

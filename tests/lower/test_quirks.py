@@ -1,6 +1,8 @@
 """Workarounds: each names its test, and the compiler still has the defect that it works around."""
 
+import ast
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -19,6 +21,7 @@ from same_results import assert_close
 
 import meshpar as mp
 from meshpar._src import passes
+from meshpar._src.compat import quirks
 from meshpar._src.compat.quirks import QUIRKS
 from meshpar._src.lower import shard_map
 from meshpar._src.lower.collectives import scattered
@@ -29,10 +32,22 @@ FIXED = "the compiler is fixed: meshpar._src.compat.quirks says what can be remo
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 
 
-@pytest.mark.parametrize("test", QUIRKS.values(), ids=QUIRKS)
-def test_a_workaround_names_the_test_that_shows_the_defect(test):
-    path, _, name = test.partition("::")
+STATEMENTS = ast.parse(Path(quirks.__file__).read_text()).body
+TEXTS = {
+    ast.unparse(constant.targets[0]): text.value.value
+    for constant, text in itertools.pairwise(STATEMENTS)
+    if isinstance(constant, ast.Assign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+}
+"""Constant of :mod:`compat.quirks` → the text after it."""
+
+
+@pytest.mark.parametrize("quirk", QUIRKS)
+def test_a_workaround_names_its_test_the_compiler_and_when_it_can_be_removed(quirk):
+    path, _, name = QUIRKS[quirk].partition("::")
     assert f"def {name}(" in (Path(__file__).parents[2] / path).read_text()
+    assert re.search(
+        r"^In [^;]*\b(?:libtpu|jax) \d+\.\d+[^;]*;\s+the\s+workaround\s+can\s+be\s+removed\s", TEXTS[quirk], re.M
+    )
 
 
 def compiled_to(shape, dim, scatter):

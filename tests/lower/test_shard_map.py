@@ -117,10 +117,13 @@ def calls(x, w, v):
     own.defvjp(lambda x: (x @ w, x), lambda r, g: (g @ w.T,))
     gram = x.T @ x
     return (
-        jax.grad(lambda p: (block(*p, block(*p, x)) ** 2).mean())((w, v)), jax.grad(lambda x: saved(x).sum())(x),
-        jax.checkpoint(lambda x: (x @ w, jnp.arange(16.0)))(x), jax.grad(lambda x: (own(x) ** 2).sum())(x),
-        jax.jit(lambda x: jax.nn.silu(x @ w))(x), jax.grad(lambda w: (jax.checkpoint(jnp.matmul)(gram, w) ** 2).sum())(w),
-    )  # fmt: skip
+        jax.grad(lambda p: (block(*p, block(*p, x)) ** 2).mean())((w, v)),
+        jax.grad(lambda x: saved(x).sum())(x),
+        jax.checkpoint(lambda x: (x @ w, jnp.arange(16.0)))(x),
+        jax.grad(lambda x: (own(x) ** 2).sum())(x),
+        jax.jit(lambda x: jax.nn.silu(x @ w))(x),
+        jax.grad(lambda w: (jax.checkpoint(jnp.matmul)(gram, w) ** 2).sum())(w),
+    )
 
 
 @pytest.mark.parametrize("fn", [reductions, shapes, generated, random, loops, calls])

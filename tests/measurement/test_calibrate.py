@@ -33,8 +33,10 @@ def train_step(state, x):
 
 def arguments():
     rng = np.random.default_rng(0)
-    params = {"up": jnp.asarray(0.1 * rng.standard_normal((16, 32)), jnp.float32),
-              "down": jnp.asarray(0.1 * rng.standard_normal((32, 16)), jnp.float32)}  # fmt: skip
+    params = {
+        "up": jnp.asarray(0.1 * rng.standard_normal((16, 32)), jnp.float32),
+        "down": jnp.asarray(0.1 * rng.standard_normal((32, 16)), jnp.float32),
+    }
     x = jnp.asarray(rng.standard_normal((8, 16)), jnp.float32)
     return {"params": params, "opt_state": OPTIMIZER.init(params)}, x
 

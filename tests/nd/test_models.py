@@ -71,9 +71,12 @@ def test_the_readme_s_model_under_its_layouts():
             ("processor_rows:2;processor_cols:2", "batch:processor_rows;hidden:processor_cols"),
             ("processor_rows:2;processor_cols:2", "rows:processor_rows,cols:processor_cols"),
         ],
-        updated(mnist_loss, 0.001), w, images, labels,
+        updated(mnist_loss, 0.001),
+        w,
+        images,
+        labels,
         expected=mnist_step_in_float64(*plain((w["w1"], w["w2"], images)), np.asarray(labels.array)),
-    )  # fmt: skip
+    )
 
 
 # -- the Transformer layer

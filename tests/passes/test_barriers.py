@@ -146,10 +146,12 @@ def rounded_from(jaxpr):
     """In a loop's body, through which kinds of equations each cast to bfloat16 of what it is given goes."""
     return [
         {e.primitive.name for e in needs(body, eqn)}
-        for body in bodies(jaxpr) for eqn in body.eqns
-        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == jnp.bfloat16
+        for body in bodies(jaxpr)
+        for eqn in body.eqns
+        if eqn.primitive.name == "convert_element_type"
+        and eqn.params["new_dtype"] == jnp.bfloat16
         and eqn.invars[0].aval.shape == (8, 8)
-    ]  # fmt: skip
+    ]
 
 
 def test_slices_that_a_loop_rounds_are_apart():

@@ -83,8 +83,9 @@ def test_a_gather_before_products_and_a_scatter_after_them_are_found():
 def test_off_and_xla_list_what_was_listed_before(mode):
     plan = mlp_plan(mode)
     assert [c.op for c in plan.collectives] == ["all-gather", "reduce-scatter"]
-    assert found(plan) == ([] if mode == "off" else [
-        ("gather", "xla", ("model",), 1), ("scatter", "xla", ("model",), 1)])  # fmt: skip
+    assert found(plan) == (
+        [] if mode == "off" else [("gather", "xla", ("model",), 1), ("scatter", "xla", ("model",), 1)]
+    )
     assert not rings_of(plan)
 
 

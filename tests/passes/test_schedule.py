@@ -59,8 +59,9 @@ def waiting(plan):
     """(a product, what it waits for), in the order of the plan."""
     return [
         (step.op, [s.value for s in step.after])
-        for step in plan.body.all_steps if isinstance(step, Barrier) and step.after and step.op.name == "dot_general"
-    ]  # fmt: skip
+        for step in plan.body.all_steps
+        if isinstance(step, Barrier) and step.after and step.op.name == "dot_general"
+    ]
 
 
 @pytest.mark.parametrize("layout", [FSDP, "batch: data"])

@@ -56,6 +56,22 @@ def test_causes_are_sentences(case):
         assert "×" not in dims, dims
 
 
+def test_an_axis_of_one_device_is_no_cause():
+    """A rule list for many meshes names axes that this mesh has with size 1."""
+    found = causes(
+        lambda x, w: (x @ w).sum(),
+        ((8, 16), (16, 32)),
+        "x: batch embed; w: embed mlp",
+        "batch: data+expert; embed: model+expert; mlp: one",
+        "data=2, model=4, expert=1, one=1",
+    )
+    assert {op for op, _, _ in found} == {"all-reduce"}
+    assert not [
+        cause for _, cause, _ in found if "expert" in cause.replace("data+expert", "").replace("model+expert", "")
+    ]
+    assert not [cause for _, cause, _ in found if "`mlp" in cause]
+
+
 def test_a_conv_and_its_halo():
     found = causes(*CASES[0])
     permutes = [(cause, dims) for op, cause, dims in found if op == "collective-permute"]

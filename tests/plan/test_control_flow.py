@@ -40,8 +40,11 @@ def test_stacked_partial_results_of_an_inner_loop_are_reduced_together(fn, lengt
 
 @pytest.mark.parametrize(
     ("layout", "sent"),
-    [("in: model", [("all-reduce", 1, 3 * ALL_REDUCED)]), ("in, out: model", [("reduce-scatter", 5 * 3, ALL_REDUCED / 2)])],
-)  # fmt: skip
+    [
+        ("in: model", [("all-reduce", 1, 3 * ALL_REDUCED)]),
+        ("in, out: model", [("reduce-scatter", 5 * 3, ALL_REDUCED / 2)]),
+    ],
+)
 def test_rows_that_an_inner_loop_adds_to_a_carry_are_reduced_after_the_outer_loop(layout, sent):
     """Unless their layout shards them further: then no device has room for the unsharded carry."""
 

@@ -18,9 +18,12 @@ LAYOUT = "batch: data; mlp, heads: model; embed: data"
 LAYERS = 3
 PARAMS = [{"up": f32(16, 32), "down": f32(32, 16), "qkv": f32(16, 4, 8), "out": f32(4, 8, 16)} for _ in range(LAYERS)]
 DIMS = {
-    "*/up": "embed mlp", "*/down": "mlp embed", "*/qkv": "embed heads head_dim", "*/out": "heads head_dim embed",
+    "*/up": "embed mlp",
+    "*/down": "mlp embed",
+    "*/qkv": "embed heads head_dim",
+    "*/out": "heads head_dim embed",
     "x": "batch seq embed",
-}  # fmt: skip
+}
 X = f32(8, 8, 16)
 
 

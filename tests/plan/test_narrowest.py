@@ -62,11 +62,12 @@ CASES = [
     (recomputed_gradient, (BLOCKS, X), QUANTIZED, {(*GATHER, INT8): 8, ("all-gather", "float32", INT8 / 2): 8}),
     (reshaped, (CODES, SCALES, X), FSDP, {(*GATHER, INT8): 1}),
     (
-        same_segment, (SEGMENTS, Q, Q),
+        same_segment,
+        (SEGMENTS, Q, Q),
         {"mesh": "data=8", "layout": "seq: data", "dims": {"segments": "batch seq", "[qk]": "batch seq _"}},
         {("all-gather", "int32", 2 * 64 * 4 * 7 / 8): 1, ("all-gather", "float32", 2 * 64 * 16 * 4 * 7 / 8): 1},
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])

@@ -12,9 +12,12 @@ from meshpar._src.lower.collectives import permutation
 from meshpar._src.plan.resharding import reshard, reshard_bytes
 
 MESHES = {
-    "2x2": {"a": 2, "b": 2}, "4x2": {"a": 4, "b": 2}, "2x3": {"a": 2, "b": 3}, "2x2x2": {"a": 2, "b": 2, "c": 2},
+    "2x2": {"a": 2, "b": 2},
+    "4x2": {"a": 4, "b": 2},
+    "2x3": {"a": 2, "b": 3},
+    "2x2x2": {"a": 2, "b": 2, "c": 2},
     "2x4x2": {"a": 2, "b": 4, "c": 2},
-}  # fmt: skip
+}
 
 
 class Devices:

@@ -10,6 +10,7 @@ from pod_programs import flipped
 import llama
 import meshpar as mp
 from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.pods import audit as audits
 from meshpar._src.pods.audit import MAX_ARRAYS, Audit, _compiled, audit_function, replicated_axes
 from meshpar.errors import DigestError, UnsupportedError
 
@@ -128,14 +129,45 @@ def test_flips_on_several_devices(run):
     assert ({d.id for d in fault.devices}, fault.certain) == ({2, 3}, True)
 
 
-def test_arrays_without_copies_are_not_audited(run):
-    step = mp.jit(lambda s: s, mesh=mp.mesh("data=8"), layout="embed: data", dims={"s/w": "embed mlp", "s/b": "mlp"})
-    state = step.put({"w": jnp.ones((16, 8)), "b": jnp.ones(16)})
-    meter = mp.log.Meter(step.plan(state), audit=1, every=1, writers=[])
+def test_a_layer_is_repeated_where_weights_have_no_copies(monkeypatch):
+    step = mp.jit(lambda s: s, mesh=mp.mesh("data=4, model=2"), layout="embed: data+model", dims={"s/*": "embed mlp"})
+    state = step.put({"w": jax.random.normal(jax.random.key(0), (16, 8)), "h": jnp.ones((16, 4), jnp.bfloat16)})
+    plan = step.plan(state)
+    devices, before = plan.mesh.devices.reshape(-1), audits.layer
+    meter = mp.log.Meter(plan, audit=1, every=1, writers=[])
     values = [meter.step(jnp.float32(0), s=state) for _ in range(4)][-1]
-    assert values["audited_share"] == pytest.approx(16 / (16 + 16))
-    with pytest.raises(UnsupportedError, match="no array of s is replicated"):
-        Audit(step.plan(state)).start(0, {"s": {"w": state["w"]}})
+    assert "audited_share" not in values
+    for k in (0, 3, 7):  # a device that computes other numbers, but has the right weights
+
+        def wrong(w, k=k):
+            return before(w).at[0, 0].add(jnp.where(jax.lax.axis_index(("data", "model")) == k, 1e-3, 0))
+
+        monkeypatch.setattr(audits, "layer", wrong)
+        audits._repeated.cache_clear()
+        audit = Audit(plan)
+        audit.start(2, {"s": state})
+        (fault,) = audit.finish()
+        assert (fault.path, fault.devices, fault.certain, fault.copies) == ("s/w", (devices[k],), True, 3)
+    with pytest.raises(
+        DigestError, match=r"results of a repeated matmul differ: s/w \(embed mlp\): device 7 .* of 3 results"
+    ):
+        audits.raise_faults([fault])
+    audits._repeated.cache_clear()
+    with pytest.raises(UnsupportedError, match="no array of s is replicated, or a matrix of floats"):
+        Audit(plan).start(0, {"s": {}})
+
+
+@pytest.mark.parametrize(
+    ("hosts", "slow"), [([0.01, 0.22, 0.02], 1), ([0.01, 0.02], None), ([0.5, 0.5], None), ([0.3, 0.1, 0.1, 0.11], 0)]
+)
+def test_a_process_is_slow_if_its_host_is_busy_longer_than_the_others(run, hosts, slow):
+    """The seconds of the processes at an audit, of steps of 1 s."""
+    step, state, x = run
+    meter = mp.log.Meter(step.plan(state, x), writers=[])
+    meter._audit.seconds = {process: (1.0, host) for process, host in enumerate(hosts)}
+    values = meter._measured(1.0, jnp.float32(0))
+    assert values.get("slow_process") == slow
+    assert values["slowest_process"] == int(np.argmax(hosts))
 
 
 def test_all_processes_name_the_device_of_one(pods):

@@ -456,10 +456,13 @@ def test_every_row_once_over_four_and_three_processes(pods, tmp_path):
     assert all(n <= 4 * (4 + 3) for n in read)  # 4 of 12 rows of 4 batches, and of those that were read ahead
 
 
-@pytest.mark.parametrize(("package", "use"), [
-    ("orbax.checkpoint", lambda tmp: mp.Checkpoints(tmp / "a").save(0, {"w": jnp.ones(3)})),
-    ("safetensors", lambda tmp: from_safetensors(tmp / "w.safetensors", None, rules={})),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("package", "use"),
+    [
+        ("orbax.checkpoint", lambda tmp: mp.Checkpoints(tmp / "a").save(0, {"w": jnp.ones(3)})),
+        ("safetensors", lambda tmp: from_safetensors(tmp / "w.safetensors", None, rules={})),
+    ],
+)
 def test_what_is_not_installed_is_named_with_its_extra(monkeypatch, tmp_path, package, use):
     (tmp_path / "w.safetensors").touch()
     monkeypatch.setitem(sys.modules, package, None)

@@ -155,14 +155,17 @@ def test_states_of_optimizers_and_pipelines(tmp_path, mesh, name, tx, layout):
     assert any("data" in x.sharding.spec[:1] for x in jax.tree.leaves(state) if x.ndim == 3) == (name == "pipeline")
 
 
-@pytest.mark.parametrize(("state", "says"), [
-    ({"m": {"x": object()}}, "`m/x` cannot be saved: checkpoints do not hold object"),
-    ({"x": np.array(["a"])}, r"`x` cannot be saved: checkpoints do not hold <U1\[1\]"),
-    ({"x": np.array(["2020"], "M8[D]")}, "datetime64"),
-    ({"x": np.ma.masked_array([1, 2], [0, 1])}, r"`x` cannot be saved"),
-    ({"x": jnp.ones(3, jnp.uint2)}, r"`x` cannot be saved: checkpoints do not hold uint2\[3\]"),
-    ({"x": 10**5000}, "`x` is an integer of more than 4,300 digits"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"m": {"x": object()}}, "`m/x` cannot be saved: checkpoints do not hold object"),
+        ({"x": np.array(["a"])}, r"`x` cannot be saved: checkpoints do not hold <U1\[1\]"),
+        ({"x": np.array(["2020"], "M8[D]")}, "datetime64"),
+        ({"x": np.ma.masked_array([1, 2], [0, 1])}, r"`x` cannot be saved"),
+        ({"x": jnp.ones(3, jnp.uint2)}, r"`x` cannot be saved: checkpoints do not hold uint2\[3\]"),
+        ({"x": 10**5000}, "`x` is an integer of more than 4,300 digits"),
+    ],
+)
 def test_what_cannot_be_held_is_refused(tmp_path, state, says):
     with mp.Checkpoints(tmp_path) as run:
         with pytest.raises(CheckpointError, match=says):
@@ -175,12 +178,15 @@ def test_what_cannot_be_held_is_refused(tmp_path, state, says):
     assert run.steps() == [0]
 
 
-@pytest.mark.parametrize(("extra", "says"), [
-    ({"lr": {9: 0.1, 10: 0.2}}, r"extra\['lr'\] has the key 9, which JSON would change to a text"),
-    ({"a": [1, (2, 3)]}, r"extra\['a'\]\[1\] is tuple"),
-    ({"a": np.float32(1)}, r"extra\['a'\] is float32"),
-    ({"a": {1, 2}}, r"extra\['a'\] is set"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"lr": {9: 0.1, 10: 0.2}}, r"extra\['lr'\] has the key 9, which JSON would change to a text"),
+        ({"a": [1, (2, 3)]}, r"extra\['a'\]\[1\] is tuple"),
+        ({"a": np.float32(1)}, r"extra\['a'\] is float32"),
+        ({"a": {1, 2}}, r"extra\['a'\] is set"),
+    ],
+)
 def test_extra_that_json_would_change_is_refused(tmp_path, extra, says):
     with mp.Checkpoints(tmp_path) as run:
         with pytest.raises(CheckpointError, match=says):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from meshpar._src.entry.cli import main
-from meshpar._src.pods.launch import Job, _devices_of_each, _End, _judge, _next_count
+from meshpar._src.pods.launch import _SPARE, Job, _devices_of_each, _End, _judge, _next_count
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,6 +202,9 @@ def test_a_slice_is_lost_and_the_other_slices_restart(launch):
         (["-n", "3", "--slices", "2"], "does not divide 3 processes"),
         (["-n", "2", "--min", "3"], "between 1 and 2"),
         (["-n", "2", "--slices", "2", "--lose", "2@1"], "slices are 0 to 1"),
+        (["-n", "2", "--elastic", "slice", "--restarts", "1"], "no slice could be lost"),
+        (["-n", "2", "--slices", "2", "--elastic", "slice"], "no slice could be lost"),
+        (["-n", "2", "--back", "3"], "slices return to a run with --elastic"),
     ],
 )
 def test_bad_input(capsys, options, says):
@@ -220,11 +223,45 @@ def test_the_status_of_a_script_that_another_process_saw_end(tmp_path):
 
 def test_how_many_are_started_next():
     job = Job(("x",), 8, least=3)
-    assert _next_count(job, 8, _End(75, lost=[1, 2])) == 6
-    assert _next_count(job, 4, _End(2)) == 3
-    assert _next_count(job, 3, _End(75, lost=[0])) is None
-    assert _next_count(Job(("x",), 8, least=2, slices=4), 8, _End(75, lost=[1])) == 6
-    assert _next_count(Job(("x",), 8), 8, _End(75, lost=[1, 2])) == 8
+    assert _next_count(job, 8, _End(75, lost=[1, 2]), {0}) == 6
+    assert _next_count(job, 4, _End(2), set()) == 3
+    assert _next_count(job, 3, _End(75, lost=[0]), {0}) is None
+    assert _next_count(Job(("x",), 8, least=2, slices=4), 8, _End(75, lost=[1]), {0}) == 6
+    assert _next_count(Job(("x",), 8), 8, _End(75, lost=[1, 2]), {0}) == 8
+    elastic = Job(("x",), 8, slices=4, elastic="slice")
+    assert _next_count(elastic, 8, _End(75, lost=[1, 7]), {0, 3}) == 4
+    assert _next_count(elastic, 2, _End(75, lost=[1]), {0}) is None
+
+
+ELASTIC = """
+from pathlib import Path
+folder, memory = (Path(os.environ[f"MESHPAR_{x}"]) for x in ("CAUSES", "MEMORY"))
+print(os.environ["MESHPAR_ELASTIC"], sorted(p.name for p in memory.glob("*")), flush=True)
+memory.mkdir(parents=True, exist_ok=True)
+(memory / f"{attempt}.{p}").touch()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+if attempt == 0 and p == 1:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+if attempt == 1:
+    (folder / f"listening-{p}").touch()
+if attempt < 2:
+    time.sleep(30)
+"""
+
+
+def test_a_lost_slice_joins_after_a_save(launch, monkeypatch):
+    """Each slice has the memory that it had before, and the slice that returns has none."""
+    monkeypatch.setattr("meshpar._src.pods.launch.SPARE_SECONDS", 0.0)
+    quick = re.sub(r"for name in \(.*\):", "for name in ():", _SPARE)  # no import of JAX
+    monkeypatch.setattr("meshpar._src.pods.launch._SPARE", quick)
+    options = ["-n", "2", "--slices", "2", "--elastic", "slice", "--restarts", "1", "--back", "0.2"]
+    code, text, logs = launch(ELASTIC, *options)
+    assert code == 0, text
+    assert "first cause: process 1 was killed (SIGKILL); starting again with 1 process" in text
+    assert "meshpar launch: a slice joins; starting again with 2 processes" in text
+    said = [path.read_text().splitlines()[1] for path in sorted(logs.glob("attempt-*/*.log"))]
+    assert said == ["slice=2 []", "slice=2 []", "slice=1 ['0.0']", "slice=2 ['0.0', '1.0']", "slice=2 []"]
 
 
 @pytest.mark.parametrize(

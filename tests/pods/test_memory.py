@@ -16,7 +16,7 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.compat.processes import MEMORY
-from meshpar._src.pods.memory import Block, Groups, _complete
+from meshpar._src.pods.memory import Block, Groups, _complete, memory_plan
 
 
 def made(sizes="data=4, model=2", layout="embed: data; mlp: model"):
@@ -119,7 +119,7 @@ def test_copies_of_another_run_are_not_taken(tmp_path, memory):
     run.save(0, state)
     run._memory.wait()
     (only,) = next(memory.iterdir()).iterdir()
-    assert [p.name for p in only.iterdir()] == ["0"]
+    assert [p.stem for p in only.iterdir()] == ["0"]
     run.close()
 
 
@@ -143,13 +143,28 @@ def test_a_damaged_copy_is_not_restored(tmp_path, memory):
     again.close()
 
 
-def test_a_process_has_three_copies(tmp_path, memory):
+def test_a_process_has_three_copies_also_after_a_restart(tmp_path, memory):
+    def steps():
+        return sorted(p.parent.parent.stem for p in memory.rglob("facts.json"))
+
+    run = mp.Checkpoints(tmp_path / "run", every=100, memory="slice")
+    state, _ = run.restore_or(made(), jax.random.key(0))
+    for n in range(5):
+        run.save(n, state)
+    run._memory.wait()
+    assert steps() == ["2", "3", "4"]
+    killed(run)
+    for folder in memory.glob("*/*/4.*"):  # the step that was not complete in all processes
+        (folder / "0" / "facts.json").write_text("{")
     with mp.Checkpoints(tmp_path / "run", every=100, memory="slice") as run:
-        state = made()(jax.random.key(0))
-        for n in range(5):
+        state, first = run.restore_or(made(), jax.random.key(0))
+        assert first == 4
+        left = []
+        for n in range(4, 7):
             run.save(n, state)
-        run._memory.wait()
-        assert sorted(p.parent.parent.name for p in memory.rglob("facts.json")) == ["2", "3", "4"]
+            run._memory.wait()
+            left.append(steps())
+        assert left == [["3", "4"], ["3", "4", "5"], ["4", "5", "6"]]
 
 
 def test_bad_arguments(tmp_path, memory):
@@ -183,6 +198,9 @@ class _Sharding:
         places = np.vectorize(self.stand_ins.get, otypes=[object])(real.mesh.devices)
         self.mesh = SimpleNamespace(devices=places, axis_names=real.mesh.axis_names)
 
+    def shard_shape(self, shape):
+        return self.real.shard_shape(shape)
+
     def devices_indices_map(self, shape):
         return {self.stand_ins[d]: index for d, index in self.real.devices_indices_map(shape).items()}
 
@@ -213,6 +231,27 @@ def test_every_block_is_in_two_groups_and_in_one_process_of_each(sizes, spec, pr
     assert all(sum(start in s for s in stored) >= min(2, groups) for start in of.starts.values())
 
 
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ("data", "in another group of hosts: a device sends 0 B, a process stores 24.0 KiB a copy, at most 72.0 KiB"),
+        (
+            ("slice", "data"),
+            "in another group of hosts: a device sends 3.0 KiB, a process stores 24.0 KiB a copy, at most 72.0 KiB",
+        ),
+    ],
+)
+def test_the_cost_of_a_copy_in_two_processes(axes, text, monkeypatch):
+    """The model of the page of checkpoints: two matrices of 4 KiB and two moments of each."""
+    monkeypatch.setattr("meshpar._src.pods.memory.on_mesh", lambda x: True)
+    mesh, leaves = mp.mesh("slice=2, data=4"), {}
+    for name, shape, spec in (("up", (16, 64), (axes, None)), ("down", (64, 16), (None, axes))):
+        sharding = _Sharding(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)), 2)
+        for kind in ("params", "mu", "nu"):
+            leaves[f"{kind}/{name}"] = SimpleNamespace(shape=shape, dtype=np.dtype("float32"), sharding=sharding)
+    assert str(memory_plan(leaves, "slice")) == f"a copy in memory, {text}"
+
+
 def test_groups_that_differ_in_size_are_an_error():
     sharding = jax.sharding.NamedSharding(mp.mesh("data=8"), jax.sharding.PartitionSpec("data"))
     with pytest.raises(mp.errors.CheckpointError, match="groups of hosts of one size, and these have 3, 3, 2 devices"):
@@ -222,42 +261,56 @@ def test_groups_that_differ_in_size_are_an_error():
 def test_a_state_with_a_missing_block_is_not_complete():
     facts = {"stored": {"w": [4, 2]}}
     upper, lower = (Block("w", (row, 0), (2, 2), "float32", 0, "") for row in (0, 2))
-    said = [[[3, facts, [upper]], [5, facts, [upper]]], [[3, facts, [lower]]]]
-    assert _complete(json.loads(json.dumps(said))) == [3, facts, [upper, lower._replace(process=1)]]
-    assert _complete([[[5, facts, [upper]]]]) is None
+    said = [[["3.a", facts, [upper]], ["5.a", facts, [upper]], ["4.b", facts, [upper]]], [["3.a", facts, [lower]]]]
+    assert _complete(json.loads(json.dumps(said))) == ["3.a", facts, [upper, lower._replace(process=1)]]
+    assert _complete([[["5.a", facts, [upper]]]]) is None
+    (both,) = (Block("w", (0, 0), (4, 2), "float32", 0, "") for _ in "1")
+    restarted = [
+        [["3.a", facts, [upper, lower]], ["3.b", facts, [both]]]
+    ]  # with other shards, as after the loss of a slice
+    assert _complete(restarted)[0] in ("3.a", "3.b")
 
 
 TRAIN = """
-import os, sys
-from pathlib import Path
+import os, sys, time
 import meshpar as mp
 mp.distributed()
-mp.virtual_devices(4)
 import jax
+import meshpar._src.pods.checkpoint as disk
+import numpy as np
 sys.path.insert(0, {helpers!r})
 import pod_programs as programs
-slices = jax.process_count()
-mesh = mp.mesh({{"slice": slices, "data": 4 // 2}})
-layout = mp.Layout({layout!r})
+disk._read = None  # no state is read from disk
+mesh, layout = mp.mesh("slice=2, data=2"), mp.Layout({layout!r})
 init = mp.init(programs.create, mesh=mesh, layout=layout, dims=programs.PARAMS)
 dims = {{**programs.PARAMS, "x": "batch embed"}}
 step = mp.jit(programs.train_step, mesh=mesh, layout=layout, dims=dims, donate_argnames="state")
-with mp.Checkpoints({path!r}, every=1000, memory="slice") as checkpoints:
+source = np.concatenate([programs.batch(n) for n in range(10)])
+data = mp.data.batches(source, batch=8, seed=3, mesh=mesh, layout=layout)
+with mp.Checkpoints({path!r}, every=1000, memory="slice", data=data) as checkpoints:
     state, first = checkpoints.restore_or(init, jax.random.key(0))
-    print("from", first, "on disk", checkpoints.steps(), flush=True)
-    for n in range(first, 8):
-        state, loss = step(state, programs.batch(n))
+    print("from", first, "on", dict(mesh.shape), flush=True)
+    for n, batch in data.from_(first):
+        state, loss = step(state, batch)
         print("loss", n, float(loss), flush=True)
-        checkpoints.save(n, state)
+        if checkpoints.save(n, state):
+            sys.exit(75)
+        if n == 49:
+            break
+        if os.environ["MESHPAR_ATTEMPT"] == "1":  # until the lost slice joins
+            time.sleep(0.25)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["batch: slice+data; embed: data", "batch: slice+data; embed: slice+data"])
-def test_a_lost_slice_is_replaced_from_memory_and_the_losses_are_those_of_an_undisturbed_run(tmp_path, layout):
-    """Two slices of one process; one is killed in the sixth step, and the run continues on the other one, without a disk."""
+def test_a_slice_is_lost_and_joins_and_the_losses_are_those_of_an_undisturbed_run(tmp_path, layout):
+    """Two slices of one process; one is killed in the sixth step, the run continues on the other one, and later on both."""
     losses = {}
-    for name, lose in (("calm", []), ("lost", ["--lose", "1@6", "--restarts", "1", "--min", "1"])):
+    for name, lose in (
+        ("calm", []),
+        ("lost", ["--lose", "1@6", "--restarts", "1", "--back", "1", "--elastic", "slice"]),
+    ):
         script = tmp_path / f"{name}.py"
         helpers = str(Path(programs.__file__).parent)
         script.write_text(TRAIN.format(helpers=helpers, layout=layout, path=str(tmp_path / name)))
@@ -266,11 +319,15 @@ def test_a_lost_slice_is_replaced_from_memory_and_the_losses_are_those_of_an_und
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         losses[name] = dict(line.split()[1:] for line in done.stdout.splitlines() if line.startswith("loss"))
-        starts = [line for line in done.stdout.splitlines() if line.startswith("from")]
-        assert starts[0] == "from 0 on disk []"
+        starts = [line.split(maxsplit=3) for line in done.stdout.splitlines() if line.startswith("from")]
+        assert [mesh for *_, mesh in starts] == [
+            "{'slice': 2, 'data': 2}",
+            "{'slice': 1, 'data': 2}",
+            "{'slice': 2, 'data': 2}",
+        ][: len(starts)]
+        assert len(starts) == (3 if lose else 1)
         if lose:
-            assert int(starts[1].split()[1]) >= 4
-            assert starts[1].endswith("on disk []")
+            assert 4 <= int(starts[1][1]) <= 6 < int(starts[2][1])
     assert losses["calm"].keys() == losses["lost"].keys()
     for n, loss in losses["calm"].items():
         assert float(loss) == pytest.approx(float(losses["lost"][n]), rel=1e-5)

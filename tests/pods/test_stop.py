@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar._src.pods.stop import StopRequest
+from meshpar._src.compat.processes import CAUSES
+from meshpar._src.pods.stop import StopRequest, listening_file
 
 STATE = {"x": jnp.ones(4)}
 
@@ -38,6 +39,15 @@ def test_all_objects_save_and_the_handler_of_the_script_runs(tmp_path, heard):
         with pytest.raises(SystemExit) as end:  # the second time
             signal.raise_signal(signal.SIGTERM)
         assert end.value.code == 128 + signal.SIGTERM
+
+
+def test_the_launcher_sees_whether_a_process_listens(tmp_path, monkeypatch, heard):
+    monkeypatch.setenv(CAUSES, str(tmp_path))
+    first, second = StopRequest(), StopRequest()
+    first.close()
+    assert listening_file(tmp_path, 0).exists()
+    second.close()
+    assert not listening_file(tmp_path, 0).exists()
 
 
 def test_objects_closed_in_the_order_of_creation(heard):

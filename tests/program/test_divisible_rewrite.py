@@ -286,7 +286,7 @@ OWN_ROWS = {
     "clipped": lambda x, i: x.at[jnp.arange(16), 3 * i].get(mode="clip"),
     "filled": lambda x, i: x.at[jnp.arange(16), 3 * i].get(mode="fill", fill_value=7.0),
     "remade": lambda x, i: jax.checkpoint(lambda x: jnp.exp(x)[jnp.arange(16), i].sum())(x),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", OWN_ROWS)
@@ -367,13 +367,15 @@ CONCATENATED = {
     "three arrays": lambda x: jnp.concatenate([x[1:2], jnp.sin(x)[2:9], jnp.cos(x)[::2]]),
     "one array is not split": lambda x: jnp.concatenate([jnp.ones((2, 8)) * x[3, 0], x[2:]]),
     "running sums": lambda x: lax.associative_scan(jnp.add, x),
-    "running products": lambda x: lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (jnp.cos(x), x))[1],
+    "running products": lambda x: lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (jnp.cos(x), x))[
+        1
+    ],
     "running sums of 15": lambda x: lax.associative_scan(jnp.add, x[1:], reverse=True),
     "padded with -0": lambda x: lax.pad(x[1:], np.float32(-0.0), ((1, 0, 0), (0, 0, 0))),
     "shifted in -0": lambda x: lax.pad(x, np.float32(-0.0), ((2, -2, 0), (0, 0, 0))),
     "a row of -0": lambda x: jnp.concatenate([x[1:], jnp.full((1, 8), -0.0)]),
     "not a number elsewhere": lambda x: jnp.concatenate([x[:4], jnp.log(x - x)[4:8], -jnp.zeros_like(x[:8])]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "layout"), covering.each(CONCATENATED, ["rows: data", "rows: data+model"]))

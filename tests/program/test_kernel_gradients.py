@@ -34,9 +34,11 @@ def _backward(saved, ct):
     dp = jnp.einsum("gsd,td->gst", ct, v)
     ds = p * (dp - (p * dp).sum(-1, keepdims=True))
     return (
-        jnp.einsum("gst,td->gsd", ds, k), jnp.einsum("gst,gsd->td", ds, q), jnp.einsum("gst,gsd->td", p, ct),
+        jnp.einsum("gst,td->gsd", ds, k),
+        jnp.einsum("gst,gsd->td", ds, q),
+        jnp.einsum("gst,gsd->td", p, ct),
         jnp.zeros_like(mask),
-    )  # fmt: skip
+    )
 
 
 heads.defvjp(_forward, _backward)
@@ -187,9 +189,12 @@ def test_integers_and_results_that_have_no_cotangent():
 
     x, index = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3), np.arange(8, dtype=np.int32)
     run = mp.jit(
-        jax.value_and_grad(loss, has_aux=True), mesh=mp.mesh("data=8"), layout="rows: data",
-        dims={"x": "rows cols", "index": "rows"}, lowering="shard_map",
-    )  # fmt: skip
+        jax.value_and_grad(loss, has_aux=True),
+        mesh=mp.mesh("data=8"),
+        layout="rows: data",
+        dims={"x": "rows cols", "index": "rows"},
+        lowering="shard_map",
+    )
     (_, after), grad = run(x, index)
     t = np.tanh(x.astype(np.float64))
     np.testing.assert_allclose(grad, 2 * t * (1 - t**2) * (index[:, None] ** 2), rtol=1e-5)

@@ -71,9 +71,7 @@ SHIFT = (jax.grad(token_shift), (f32(8, 64, 64),), SEQ, SEQUENCE)
 ZIGZAG = (jax.grad(zigzag), (f32(8, 64, 64),), SEQ, SEQUENCE)
 SOLVER = (conjugate_gradients, (f32(64, 32), f32(64, 32)), ROWS, {"*": "rows columns"})
 ATTENTION = (attention, (f32(8, 64, 64), f32(64, 4, 16)), SEQ, SEQUENCE)
-FLATTENED = (
-    flattened_dense, (f32(8, 64, 64), f32(64, 32)), "batch: data; seq: model", {**SEQUENCE, "w": "embed mlp"},
-)  # fmt: skip
+FLATTENED = (flattened_dense, (f32(8, 64, 64), f32(64, 32)), "batch: data; seq: model", {**SEQUENCE, "w": "embed mlp"})
 PROGRAMS = {
     "collapsed.dot_general": FLATTENED,
     "collapsed.reshape": SOLVER,

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import meshpar as mp
+from meshpar._src.report.timeline import timeline
 
 LAYOUT = "; ".join(lab_program.RULES)
 
@@ -76,7 +77,8 @@ def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_c
     weights = {n["name"]: [(words(w["dims"]), [g["text"] for g in w["gates"]]) for w in n["weights"]] for n in nodes}
     assert weights["up"] == [("embed:data mlp:model", ["all-gather"])]
     assert weights["down"] == [("mlp:model embed:data", ["all-gather"])]
-    assert all(n["time"] for n in nodes if n["name"] in ("up", "down"))
+    assert all(n["time"].endswith("s") for n in nodes if n["name"] in ("up", "down"))
+    assert next(n["time"] for n in nodes if n["name"] == "tanh") == "fused"
     between = [(n["gates"][0]["text"], n["gates"][0]["axes"], words(n["sources"][0][1])) for n in nodes if n["gates"]]
     assert between == [
         ("all-gather", "model", "batch:data seq:model embed"),
@@ -145,6 +147,20 @@ def test_the_collectives_of_a_drawing_are_those_of_the_loop(page, layout, width,
     assert Counter(map(tuple, drawn)) == Counter(map(tuple, want))
     assert page.locator(".layer .part").count() == 2  # two matmuls; tanh is in the first one
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_collective_is_pale_where_kernels_wait_for_less_than_half_of_it(nodes_of):
+    plan = lab_program.planned(lab_program.MESH, LAYOUT)
+    nodes = nodes_of(plan)
+    gates = [g for n in nodes for g in (*n["gates"], *(g for w in n["weights"] for g in w["gates"]))]
+    step = timeline(plan)
+    assert step is not None
+    body = next(s.body for s in step.spans if s.body)
+    sent = {(s.name, "+".join(s.axes), s.bytes): s.exposed / s.seconds for s in body.spans if s.axes}
+    exposed = [sent[g["text"], g["axes"], g["bytes"]] for g in gates]
+    assert [g["hidden"] for g in gates] == [share < 0.5 for share in exposed]
+    assert ["of it exposed" in g["waits"] for g in gates] == [share >= 0.01 for share in exposed]
+    assert gates
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,12 @@ def test_what_bounds_a_step():
     assert sent["exposed communication over model"] > 0
     plan = lab_program.pipelined(stages=4, microbatches=8)
     in_loops = sum(o.seconds * o.count for o in plan.time.ops if o.count > 1)
-    assert dict(step_bounds(plan))["pipeline bubble"] == pytest.approx(plan.pipeline.bubble * in_loops)
+    bubble = dict(step_bounds(plan))["pipeline bubble"]
+    assert bubble == pytest.approx(plan.pipeline.bubble * in_loops)
+    schedule = plan.pipeline.schedule
+    own = [schedule.slot(i, 0, schedule.starts[i] + k) for i in range(schedule.loops) for k in range(schedule.slots(i))]
+    said = f"idle in {own.count(None)} of its {len(own)} slots, {100 * own.count(None) / len(own):.1f} % of the layers' time, "
+    assert said + f"{100 * bubble / plan.seconds:.0f} % of the step" in " ".join(str(plan).split())
 
 
 def test_the_slowest_kernel_has_its_place_its_calls_and_its_unit():

@@ -315,9 +315,12 @@ def test_low_rank_gradients_are_reduced_after_the_products_with_the_gradient_of_
 
     grad = jax.grad(loss)
     step = mp.jit(
-        mp.train.accumulate_gradients(grad, microbatches) if microbatches > 1 else grad, mesh="data=4, idle=2",
-        layout="batch: data", dims={"x": "batch _"}, lowering="shard_map",
-    )  # fmt: skip
+        mp.train.accumulate_gradients(grad, microbatches) if microbatches > 1 else grad,
+        mesh="data=4, idle=2",
+        layout="batch: data",
+        dims={"x": "batch _"},
+        lowering="shard_map",
+    )
     lora = {"a": a, "b": b}
     assert step.plan(lora, x).bytes_sent == 2 * 2 * 2 * 64 * 4 * 3 / 4
     want = grad(lora, x)

@@ -91,7 +91,7 @@ def test_several_topologies(plan, tmp_path):
     text = (tmp_path / "run.txt").read_text()
     assert all(r.topology in text for r in run.rows)
     shortest, longest = map(format_duration, run.best.save_seconds)
-    assert f"; save every {longest} (at most 1 % longer than every {shortest})" in text
+    assert f"; save every {run.best.save_every:,} steps, {longest} (at most 1 % longer than every {shortest})" in text
     assert "price         4.2 for an hour of a v5p, 0.1 for an hour of a v5e: given" in text
 
 

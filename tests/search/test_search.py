@@ -286,9 +286,12 @@ def test_every_letter_of_the_plot_is_drawn_and_has_a_row():
     plot = "".join(line[11:] for line in str(Picture([best, *front, far], best, 200.0).terminal()).splitlines()[:9])
     assert sorted(c for c in plot if c in "★ABCDEFG") == sorted("★ABCDEF")
     result = found()
-    letters = result._picture.letters
-    assert letters
-    assert set(letters) <= set(result._listed(1))
+    labels = result._picture.labels
+    assert set(labels) <= set(result._listed(1))
+    assert labels[result.best] == "★"
+    others = [r for r in result.front if r != result.best]
+    assert [labels[r] for r in others] == [chr(ord("A") + k) for k in range(len(others))]  # a row has one label
+    assert [row[0].text for row in result._table(labels).rows] == [*labels.values()]
 
 
 def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
@@ -416,8 +419,7 @@ def test_nothing_fits_because_of_saved_activations():
     """The hint of the best plan: what saves activations."""
     got = found(topology="v5e:2x2", batch=2**24, embed=512, mlp=4096)
     assert not got.fits
-    assert "hint" in str(got)
-    assert "saved activations" in str(got).partition("hint")[2]
+    assert "saved activations" in str(got).partition("\nfix  ")[2].partition("\nsearch")[0]
 
 
 def test_interrupted_or_out_of_time_it_has_the_best_so_far():

@@ -15,12 +15,12 @@ from jax._src import clusters, distributed, xla_bridge
 
 from ...errors import MeshError
 
-PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK, CAUSES, LOSE, MEMORY = (
+PROCESS, COUNT, ADDRESS, DEVICES, TIMEOUT, STUCK, CAUSES, LOSE, MEMORY, ELASTIC = (
     "MESHPAR_PROCESS MESHPAR_PROCESSES MESHPAR_COORDINATOR MESHPAR_DEVICES "
-    "MESHPAR_TIMEOUT MESHPAR_STUCK MESHPAR_CAUSES MESHPAR_LOSE MESHPAR_MEMORY"
+    "MESHPAR_TIMEOUT MESHPAR_STUCK MESHPAR_CAUSES MESHPAR_LOSE MESHPAR_MEMORY MESHPAR_ELASTIC"
 ).split()
 """Environment variables that ``meshpar launch`` sets for its processes; DEVICES: devices per process; MEMORY: the folder of
-copies of states in the memory of the host."""
+copies of states in the memory of the host; ELASTIC: ``AXIS=SIZE``, the mesh axis over the slices, and how many are left."""
 
 BEFORE_CALL: list[Callable[..., Callable[[Sequence[Any]], None]]] = []
 """Checks of steps of several processes: from (function, plan, dims, static arguments) of a compiled step to a function of its

@@ -55,8 +55,8 @@ def _is_softmax(node: Kernel) -> bool:
     )
 
 
-def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], float]:
-    """An empty table for a mesh, with or without padding: (value, spec) → bytes of its shard on a device.
+def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], tuple[float, float]]:
+    """An empty table for a mesh, with or without padding: (value, spec) → (bytes of its shard on a device, part that is padding).
 
     It shortens a replan of Llama 3 8B by a third: two layouts share most of the shards of a program.
     """
@@ -110,24 +110,22 @@ class _Reader:
     def new(self, shard: Shard, node: Kernel | None = None) -> Buffer:
         """A new buffer for a shard that ``node`` computes; None: an input of the computation."""
         value = shard.value
-        size = self.bytes(value, shard.spec)
+        size, padding = self.bytes(value, shard.spec)
         item = self.items[shard] = Buffer(0.0 if value.on_host else size, value, node)
         if value.on_host:
             item.host_bytes = size
-        elif self.tiles is not None:
-            item.padding = 1.0 - 1.0 / self.tiles.padding(value, shard.spec, self.sizes)
+        else:
+            item.padding = padding
         return item
 
-    def bytes(self, value: Value, spec: Spec) -> float:
-        """Bytes of a value's shard on a device, with the padding of images."""
+    def bytes(self, value: Value, spec: Spec) -> tuple[float, float]:
+        """(bytes of a value's shard on a device, with the padding of its array; the part of them that is padding)."""
         key = value, spec
-        size = self._bytes.get(key)
-        if size is None:
-            size = value_bytes(value, spec, self.sizes)
-            if self.tiles is not None:
-                size *= self.tiles.padding(value, spec, self.sizes)
-            self._bytes[key] = size
-        return size
+        known = self._bytes.get(key)
+        if known is None:
+            factor = 1.0 if self.tiles is None else self.tiles.padding(value, spec, self.sizes)
+            known = self._bytes[key] = value_bytes(value, spec, self.sizes) * factor, 1.0 - 1.0 / factor
+        return known
 
     def item(self, shard: Shard | None) -> Buffer | None:
         """The buffer of a shard; None for literals and input-independent shards."""
@@ -246,7 +244,7 @@ class _Reader:
         if len(some) <= 1 and len(step.results) == 1:
             if some:
                 (view,), (out,) = some, step.results
-                if (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec):
+                if (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec)[0]:
                     self.out(self.node(Kind.SLICE, step, op, some), out)
                 else:
                     self.items[out] = view

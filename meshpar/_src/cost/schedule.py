@@ -345,7 +345,7 @@ class _Clock:
             is_async = self.plan.is_async(c.op) if how is not None else hidden_by > 0.0 and _is_concurrent(self.plan, c)
             if not is_async:
                 start = max(start, self.now)
-                self.now = start + seconds
+                self.now = start + seconds - c.hidden
             elif how is None:
                 hidden, hidden_by = min(seconds, hidden_by), max(0.0, hidden_by - seconds)
                 self.now += seconds - hidden
@@ -358,7 +358,7 @@ class _Clock:
                 self.links_free = start + seconds
                 self.sent.append(self.links_free)
             yield Transfer(c, kernel, start, start + seconds, is_async)
-            start += seconds
+            start += seconds - c.hidden
 
 
 def host_seconds(plan: Plan, size: float) -> float:

@@ -94,7 +94,7 @@ exit status: 0: success; 1: the answer is no (a layout changes a result, the com
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     starting.clear()
-    parser = _parser()
+    parser = command_parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
         print(START)
@@ -153,6 +153,7 @@ FLAG_GROUPS = {
 }
 """Groups of flags in the help of a command, after the flags that say what to plan."""
 MORE = "`meshpar COMMAND --help` lists the options of a command; `meshpar --version` prints the version."
+MISSING = "missing: TARGET, file.py:function or package.module:function, such as examples/llama.py:tiny"
 PROGRESS_SECONDS = 15
 """Seconds between the lines of progress that a command writes to a file or pipe."""
 INTS = 8
@@ -211,8 +212,35 @@ def _grouped(parser: argparse.ArgumentParser) -> Add:
     )
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """The parser of all commands: its help lists them in groups, and a misspelled one gets a suggestion.
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help is wrapped (:class:`_Help`), and whose errors are one sentence, with the word that a misspelled one is
+    similar to."""
+
+    def __init__(self, prog: str | None = None, **options: Any):
+        super().__init__(prog, **{"formatter_class": _Help, **options})
+
+    def error(self, message: str) -> NoReturn:
+        """Print ``message``, in the words of argparse, and where the flags are listed; exit with status 2."""
+        wrong = re.match(r"argument (?:-\w, |-\w/)?(\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if wrong:
+            argument, word, choices = wrong.groups()
+            what, kind = (argument, "values") if argument.startswith("-") else ("command", "commands")
+            similar = did_you_mean(word, re.findall(r"[\w-]+", choices), kind)[0]
+            message = f"there is no {what} `{word}`; {similar}"
+        message = (
+            message.replace("the following arguments are required", "missing")
+            .replace("missing: TARGET", MISSING)
+            .removesuffix(", …")
+        )
+        text = Text.assemble(
+            ("error", "bold red"), f": {message}\n", (f"{self.prog} --help", "green"), " lists the options"
+        )
+        print(shown_text(text, sys.stderr), file=sys.stderr)
+        self.exit(2)
+
+
+class CommandParser(_Parser):
+    """The parser of all commands: its help lists them in groups.
 
     Attributes:
       commands: name of a command → its parser.
@@ -226,47 +254,39 @@ class _CommandParser(argparse.ArgumentParser):
         for group, commands in GROUPS.items():
             lines.append(f"{group}:")
             for name in commands:
-                about = _first_sentence(self.commands[name].description or "")
-                lines += textwrap.wrap(f"  {name:<{names}}  {about}", width, subsequent_indent=" " * (names + 4))
+                about = f"  {name:<{names}}  {self.about(name)}"
+                lines += textwrap.wrap(about, width, subsequent_indent=" " * (names + 4))
             lines.append("")
         below = "\n\n".join((DESCRIPTION.strip("\n"), MORE, EXIT))
         return "\n".join([*lines, _Help("meshpar", width=width)._fill_text(below, width, ""), ""])
 
-    def error(self, message: str) -> NoReturn:
-        """Print ``message`` and exit, as in argparse; for a misspelled command, print the closest commands."""
-        misspelled = re.search(r"invalid choice: '([^']+)' \(choose from (?:'plan'|plan)", message)
-        if misspelled:
-            message = (
-                f"there is no command `{misspelled[1]}`; {did_you_mean(misspelled[1], self.commands, 'commands')[0]}"
-            )
-        super().error(message)
+    def about(self, name: str) -> str:
+        """The first sentence of the description of a command, in one line."""
+        return re.split(r"(?<=\.) ", " ".join((self.commands[name].description or "").split()))[0]
 
 
-def _first_sentence(text: str) -> str:
-    """The first sentence of a description, in one line."""
-    return re.split(r"(?<=\.) ", " ".join(text.split()))[0]
-
-
-def _refuse(parser: _CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
+def _refuse(parser: CommandParser, command: str, unknown: Sequence[str]) -> NoReturn:
     """Exit with an error for unknown words of a command line, with the flags that are similar."""
     sub = parser.commands.get(command, parser)
     flags = [flag for action in sub._actions for flag in action.option_strings if flag.startswith("--")]
-    similar = [name for word in unknown if word.startswith("-") for name in near(word.partition("=")[0], flags)[:1]]
-    suggestion = f"; did you mean {' or '.join(similar)}?" if similar else ""
-    sub.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
+    wrong = next((word.partition("=")[0] for word in unknown if word.startswith("-")), None)
+    if wrong is None:
+        quoted = ': quote a value with spaces, --mesh "data=4, model=2"' * ("=" in unknown[0])
+        sub.error(f"`{unknown[0]}` belongs to no option{quoted}")
+    sub.error(f"there is no option {wrong}" + "".join(f"; did you mean {flag}?" for flag in near(wrong, flags)[:1]))
 
 
-def _parser() -> _CommandParser:
+def command_parser() -> CommandParser:
     """The parser of all commands; ``run`` of the namespace that it returns is the command's function."""
-    parser = _CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT, formatter_class=_Help)
+    parser = CommandParser("meshpar", description=DESCRIPTION, epilog=EXIT)
     parser.add_argument("--version", action="version", version=f"meshpar {mp.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=argparse.ArgumentParser)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
     for name, (run, add_arguments, about) in COMMANDS.items():
         description = f"{about[0].upper()}{about[1:]}."
-        sub = commands.add_parser(name, help=about, description=description, epilog=EXIT, formatter_class=_Help)
+        sub = commands.add_parser(name, help=about, description=description, epilog=EXIT)
         # other commands leave accelerators to other processes
-        sub.set_defaults(run=run, accelerator=name == "calibrate")
+        sub.set_defaults(run=run, accelerator=name == "calibrate", said=set())
         sub.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
         add = _grouped(sub)
         add_arguments(add)
@@ -287,16 +307,17 @@ def _parser() -> _CommandParser:
     return parser
 
 
-def _machine_and_layout(add: Add, topology: str = TOPOLOGY) -> None:
+def _one_plan(add: Add, topology: str = TOPOLOGY) -> None:
+    """Add the arguments of a command that plans once."""
     add("--mesh", help=MESH)
     add("--layout", help=LAYOUT)
     add("--topology", help=topology)
+    add_flags(add, StepOptions)
 
 
 def _plan_arguments(add: Add) -> None:
     """Add the arguments of ``meshpar plan``."""
-    _machine_and_layout(add)
-    add_flags(add, StepOptions)
+    _one_plan(add)
     add("--html", metavar="FILE", help="write the plan as an HTML page")
     add("--open", action="store_true", help="open the page in the browser (with --html)")
     tokens = "the step generates a token of each sequence of this dim (batch): add its rates"
@@ -318,8 +339,7 @@ def _run_plan_arguments(add: Add) -> None:
 
 
 def _lab_arguments(add: Add) -> None:
-    _machine_and_layout(add)
-    add_flags(add, StepOptions)
+    _one_plan(add)
     add("--port", type=int, default=0, help="of the loopback address (default: any that is free)")
     add(
         "--no-browser",
@@ -329,8 +349,7 @@ def _lab_arguments(add: Add) -> None:
 
 
 def _compile_arguments(add: Add) -> None:
-    _machine_and_layout(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
-    add_flags(add, StepOptions)
+    _one_plan(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
     add("--html", metavar="FILE", help="write the comparison with the plan, and the collectives, as an HTML page")
 
@@ -369,12 +388,6 @@ def _check_arguments(add: Add) -> None:
     _numbers(add)
 
 
-def _prove_arguments(add: Add) -> None:
-    """Add the arguments of ``meshpar prove``."""
-    _machine_and_layout(add)
-    add_flags(add, StepOptions)
-
-
 def _names_arguments(add: Add) -> None:
     mapping = "write the mapping of tree-path patterns to dims, as JSON, to be edited and given as dims="
     add("--write", metavar="FILE", help=mapping)
@@ -400,9 +413,7 @@ def _numbers(add: Add) -> None:
 # -- the commands
 
 
-@_command(
-    _plan_arguments, "memory, communication and time of a layout on each device, with their causes; nothing is compiled"
-)
+@_command(_plan_arguments, "memory, communication and time of a layout, with their causes; nothing is compiled")
 def _plan(args: argparse.Namespace) -> int:
     """``meshpar plan``: print or save a plan; exit status 1 if it exceeds the memory of the device."""
     if args.open and not args.html:
@@ -459,11 +470,7 @@ def _show_next(line: str) -> None:
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """A context in which SIGTERM is an interrupt, after which a search returns the best candidate up to then."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
@@ -496,9 +503,7 @@ def _save_csv(plan: Plan, path: str) -> None:
             writer.writerow({**c.to_dict(), **more})
 
 
-@_command(
-    _run_plan_arguments, "days, cost, goodput and the best save interval of a training run, with failures of chips"
-)
+@_command(_run_plan_arguments, "days, cost, goodput and save interval of a training run, with failures of chips")
 def _run_plan(args: argparse.Namespace) -> int:
     """``meshpar run-plan``: forecast a run on several topologies; exit status 1 if the plan of none fits in memory."""
     topologies = [text.strip() for text in args.topologies.split(",") if text.strip()] or [""]
@@ -588,13 +593,14 @@ def _search(args: argparse.Namespace) -> int:
             **given_flags(args, SearchOptions),
         )
     best = found.best
-    how = {"mesh": best.mesh, "layout": best.layout, **best.stages}
+    where, mesh = found.larger or (args.topology, best.mesh)
+    how = {"topology": where, "mesh": mesh, "layout": best.layout, **best.stages}
     varied = dict(text.split("=", 1) for text in filter(None, best.variant.split(", ")))
     overlap = {"overlap": varied.pop("overlap")} if "overlap" in varied else {}
     args.set += [f"{name}={value}" for name, value in varied.items()]
     found.name, found.command = target.name.rpartition(":")[2], _command_line(args, "plan", **how, **overlap)
     _show(args, found)
-    if not args.json and found.fits:
+    if not args.json and (found.fits or found.larger):
         _show_next(found.command)
     return 0 if found.fits else 1
 
@@ -609,10 +615,7 @@ def _choices(text: str) -> tuple[str, list[Any]]:
     return key, [c[key] for c in chosen]
 
 
-@_command(
-    _calibrate_arguments,
-    "run the step under several layouts on the attached devices, and fit the chip's efficiencies to the times",
-)
+@_command(_calibrate_arguments, "run layouts on the attached devices, and fit the chip's efficiencies to their times")
 def _calibrate(args: argparse.Namespace) -> int:
     """``meshpar calibrate``: run and time the step on this machine's devices, and print or save the calibration; exit
     status 0."""
@@ -622,9 +625,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
     axes = set(mp.mesh(mesh).axis_names)
     own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
-    layouts = [_layout(args, target, text) for text in args.layout or own] or [
-        _default_layout(args, target, mesh, None)
-    ]
+    layouts = _layouts(args, target, args.layout or own, mesh)
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
     found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
     if args.result:
@@ -639,8 +640,7 @@ def _check(args: argparse.Namespace) -> int:
     target = _concrete_target(args)
     default = f"data={args.devices}"
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
-    layouts = [_layout(args, target, text) for text in args.layout or ()]
-    layouts = layouts or [_default_layout(args, target, (meshes or [default])[0], None)]
+    layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
@@ -652,7 +652,7 @@ def _check(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-@_command(_prove_arguments, "prove that the per-device program computes the step as written; nothing runs")
+@_command(_one_plan, "prove that the per-device program computes the step as written; nothing runs")
 def _prove(args: argparse.Namespace) -> int:
     """``meshpar prove``: print the proof of the target under a layout; exit status 1 if a result is not proven."""
     target = _target(args)
@@ -666,17 +666,14 @@ def _prove(args: argparse.Namespace) -> int:
 @_command(_diff_arguments, "two plans next to each other: other layouts, or other meshes")
 def _diff(args: argparse.Namespace) -> int:
     """``meshpar diff``: print the differences between two plans of the target; exit status 0."""
-    target, sides = _target(args), []
-    for values in (args.mesh, args.topology, args.layout):
-        if values is not None and len(values) > 2:
-            raise TargetError(
-                "diff compares two plans: --mesh, --topology and --layout stand once or twice",
-                fixes=["at most two values of each; `meshpar search` compares many layouts"],
-            )
-        sides.append((None, None) if values is None else (values[0], values[-1]))
-    (mesh_a, mesh_b), (where_a, where_b), (layout_a, layout_b) = sides
-    a = _planned(args, target, mesh_a, where_a, layout_a)
-    b = _planned(args, target, mesh_b, where_b, layout_b)
+    given = [values or [None] for values in (args.mesh, args.topology, args.layout)]
+    if max(map(len, given)) > 2:
+        raise TargetError(
+            "diff compares two plans: --mesh, --topology and --layout stand once or twice",
+            fixes=["at most two values of each; `meshpar search` compares many layouts"],
+        )
+    target = _target(args)
+    a, b = (_planned(args, target, *(values[side] for values in given)) for side in (0, -1))
     _show(args, a.diff(b))
     return 0
 
@@ -684,10 +681,7 @@ def _diff(args: argparse.Namespace) -> int:
 # -- shared by the commands
 
 
-@_command(
-    _names_arguments,
-    "the names of the dims of a step's arguments, and what shows them; where nobody gave one, inferred",
-)
+@_command(_names_arguments, "the names of the dims of a step's arguments, inferred where nobody gave one")
 def _names(args: argparse.Namespace) -> int:
     """``meshpar names``: print the name of each dim, its evidence and the arrays that have it; exit status 0."""
     target = _target(args)
@@ -761,7 +755,7 @@ def _where(
     mesh = _mesh(args, mesh, topology, layout)
     if layout is None:
         layout = _default_layout(args, target, mesh, topology)
-        _say(args, f"layout   {layout} (default{': FSDP' if ';' in layout else ''})")
+        _say(args, f"default  layout: {'FSDP' if ';' in layout else layout} over the first axis")
     return mesh, layout
 
 
@@ -780,12 +774,9 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layo
         where = parse_topology(topology)
         mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
         if where.slices > 1 and any(BETWEEN_SLICES in rule.axes for rule in mp.Layout(layout or "").rules):
-            each = where.devices // where.slices
-            mesh, what = (
-                f"{BETWEEN_SLICES}={where.slices}, data={each}",
-                f"the slices of {topology}, and one axis in each",
-            )
-        _say(args, f"mesh     {mesh} (default: {what})")
+            mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
+            what = f"the slices of {topology}, and one axis in each"
+        _say(args, f"default  mesh: {mesh}, {what}")
     return mesh
 
 
@@ -807,7 +798,6 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
             return target.layouts[name]
     rules = scheme_text(text)
     if rules is not None:
-        _say(args, f"layout   {mp.Layout(rules)} ({text})")
         return str(mp.Layout(rules))
     known = ", ".join(target.layouts) or "none"
     raise TargetError(
@@ -817,6 +807,11 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
             f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
         ],
     )
+
+
+def _layouts(args: argparse.Namespace, target: Target, given: Sequence[str] | None, mesh: str) -> list[str]:
+    """The texts of several layouts; without any, of the default one on a mesh."""
+    return [_layout(args, target, text) for text in given or ()] or [_default_layout(args, target, mesh, None)]
 
 
 def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topology: str | None) -> str:
@@ -847,7 +842,9 @@ def _donated(args: argparse.Namespace, target: Target) -> list[str]:
 
 
 def _say(args: argparse.Namespace, text: str) -> None:
-    if not args.json:
+    """Print a line to stderr, once."""
+    if not args.json and text not in args.said:
+        args.said.add(text)
         print(text, file=sys.stderr)
 
 

@@ -251,8 +251,10 @@ def _quantized(
             for n, axes in zip(leaf.value.shape, spec_of(of.sharding, len(of.shape)), strict=True)
         ]
         out[leaf.path] = replace(
-            of, shape=leaf.value.shape, dtype=leaf.value.dtype,
+            of,
+            shape=leaf.value.shape,
+            dtype=leaf.value.dtype,
             sharding=NamedSharding(of.sharding.mesh, to_partition_spec(tuple(spec))),
-        )  # fmt: skip
+        )
     places = jax.tree.unflatten(jax.tree.structure(small), [x.sharding for x in out.values()])
     return small, out, lambda params: jax.jit(run, out_shardings=places)(variables(params))

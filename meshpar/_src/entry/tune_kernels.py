@@ -47,9 +47,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def add_command(commands: Any) -> None:
     """Add the parser of this command."""
-    raw = argparse.RawDescriptionHelpFormatter
     about = "time tiles of the kernels on this machine's TPU or GPU, for a table"
-    sub = commands.add_parser("tune-kernels", help=about, description=ABOUT, epilog=EXIT, formatter_class=raw)
+    sub = commands.add_parser("tune-kernels", help=about, description=ABOUT, epilog=EXIT)
     sub.set_defaults(run=_run, debug=False, accelerator=True)
     shapes = f'one of {", ".join(MATMULS)}, or "rows=…, k=…, n=…, groups=…"'
     shapes += "; may be given again (default: those that have a name)"

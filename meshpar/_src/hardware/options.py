@@ -156,9 +156,12 @@ def check_options(mode: Any) -> OptionsMode:
 
 
 def choose_options(
-    chip: Chip | None, sends: Collection[CollectiveOp], mode: OptionsMode = "auto", given: Mapping[str, Any] | None = None,
+    chip: Chip | None,
+    sends: Collection[CollectiveOp],
+    mode: OptionsMode = "auto",
+    given: Mapping[str, Any] | None = None,
     unknown: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda values: {},
-) -> Options:  # fmt: skip
+) -> Options:
     """The compiler options for a plan.
 
     Args:

@@ -7,8 +7,9 @@ that the forward op is not recomputed. The result does not depend on the layout.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ def attention(
     *,
     causal: bool = False,
     segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    positions: jax.Array | None = None,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -48,20 +50,22 @@ def attention(
     """Attention whose batch, heads and sequence a layout may shard: ``seq: context`` is context parallelism.
 
     Sharded batch and heads need no communication. For a sharded sequence, ``strategy`` is ``"ring"`` (K and V circulate while
-    attention is computed; Liu et al. 2023), ``"ulysses"`` (all-to-alls exchange the sequence for heads; Jacobs et al. 2023) or
-    ``"gathered"`` (K and V are all-gathered); None: the one that :func:`meshpar_kernels.attention_costs` estimates as fastest for
-    the shapes on one device. The plan lists the collectives of both passes and counts the memory. Scores [seq, seq] are never
-    stored. Give the sequence dims of q and of k and v the same name (no ``rename``), since they are one dim of this op; if their
-    sizes differ, the sequence is all-gathered.
+    attention is computed; Liu et al. 2023), ``"ulysses"`` (all-to-alls exchange the sequence for heads; Jacobs et al. 2023),
+    ``"ring+ulysses"`` (over two axes, ``seq: ring+uly``: Ulysses over the last one inside of a ring over the first; Fang & Zhao
+    2024) or ``"gathered"`` (K and V are all-gathered); None: the one that :func:`meshpar_kernels.attention_costs` estimates as
+    fastest for the shapes on one device. A ring balances causal work where that takes less time. The plan lists the collectives of
+    both passes and counts the memory. Scores [seq, seq] are never stored. Give the sequence dims of q and of k and v the same name
+    (no ``rename``), since they are one dim of this op; if their sizes differ, the sequence is all-gathered.
 
     Args:
-      q: [batch, seq, heads, head_dim]; float32, bfloat16 or float16.
+      q: [batch, seq, heads, head_dim]; float32, bfloat16, float16 or float64.
       k: [batch, seq, kv_heads, head_dim]; heads are a multiple of kv_heads. v: [batch, seq, kv_heads, any].
-      causal, segment_ids, window, scale, softcap, implementation: as in :func:`meshpar_kernels.ring_attention`, for global arrays.
+      causal, segment_ids, positions, window, scale, softcap, implementation: as in :func:`meshpar_kernels.ring_attention`, for
+        global arrays.
       strategy: see above; only for a sharded sequence.
       zigzag: the number of devices for which the tokens are in the order of :func:`meshpar_kernels.zigzag`, which balances causal
         attention over that many shards of the sequence. It determines the positions of tokens, so the result depends on it.
-      tuning: ``both_ways``, ``chunks``, ``scatter`` as in ``ring_attention``.
+      tuning: ``balance``, ``both_ways``, ``chunks``, ``scatter`` as in ``ring_attention``.
 
     Returns:
       [batch, seq, heads, any], q's dtype. Differentiable in q, k and v.
@@ -79,6 +83,7 @@ def attention(
       (2, 64, 4, 16)
     """
     ids = () if segment_ids is None else segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
+    more = ids if positions is None else (*ids, positions)
     for name, x in {"q": q, "k": k, "v": v}.items():
         if x.ndim != 4:
             raise RankError(
@@ -86,20 +91,30 @@ def attention(
                 shape=x.shape,
                 fixes=[f"reshape {name} to [batch, seq, heads, head_dim]; a dim may be of size 1"],
             )
-    together = q.shape[1] == k.shape[1]
+    form = Form(len(ids), positions is not None, q.shape[1] == k.shape[1])
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "implementation": implementation}
     options |= {"strategy": strategy, "zigzag": zigzag, **tuning}
     static = tuple(sorted(options.items()))
-    operands = _unpack((q, k, v, *ids), len(ids))
+    operands = _unpack((q, k, v, *more), form)
     _plan(operands, {}, {**options, "strategy": "ring"})  # on one device: all but the strategy
     if strategy not in (None, "ring"):
         _plan(operands, {}, options)
-    return _attend(static, together, q, k, v, *ids)
+    return _attend(static, form, q, k, v, *more)
 
 
-def _unpack(args: Sequence[Any], ids: int) -> api.Operands:
-    """q, k, v and ``ids`` arrays of segment ids, without the arguments after them."""
-    return api.Operands(*args[: 3 + ids])
+class Form(NamedTuple):
+    """The operands of an op: number of arrays of segment ids, whether positions follow them, and whether the sequences of
+    queries and keys are one dim."""
+
+    ids: int
+    placed: bool
+    together: bool
+
+
+def _unpack(args: Sequence[Any], form: Form) -> api.Operands:
+    """q, k, v, segment ids and positions, without the arguments after them."""
+    pos = args[3 + form.ids] if form.placed else None
+    return api.Operands(*args[:3], *(*args[3 : 3 + form.ids], None, None)[:2], pos)
 
 
 def _plan(
@@ -134,36 +149,37 @@ def _plan(
 
 
 @functools.cache
-def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(forward, backward) ops for ``ids`` arrays of segment ids; ``together``: the sequences of queries and keys are one dim."""
-    seq, keys = ("seq~", "seq~") if together else ("seq!", "kv_seq!")
+def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(forward, backward) ops."""
+    seq, keys = ("seq~", "seq~") if form.together else ("seq!", "kv_seq!")
     q, k = f"batch {seq} (kv_heads group) head_dim!", f"batch {keys} kv_heads head_dim!"
     v, out, rows = f"batch {keys} kv_heads value_dim!", OUT.format(seq=seq), ROWS.format(seq=seq)
-    operands = [q, k, v, *[f"batch {seq}", f"batch {keys}"][:ids]]
+    operands = [q, k, v, *[f"batch {seq}", f"batch {keys}"][: form.ids], *[seq][: form.placed]]
     forward_text = f"{', '.join(operands)} -> {out}, {rows}"
     backward_text = f"{', '.join([*operands, out, rows, out])} -> {q}, {k}, {v}"
 
     def forward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
-        operands = _unpack(args, ids)
+        operands = _unpack(args, form)
         return api.forward(_plan(operands, axes, options), operands)
 
     def backward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
-        operands, (out, lse, grad) = _unpack(args, ids), args[3 + ids :]
+        operands, (out, lse, grad) = _unpack(args, form), args[3 + form.ids + form.placed :]
         return api.backward(_plan(operands, axes, options), operands, out, lse, grad)
 
     def sends(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> list[KernelSend]:
         """The collectives of one pass on one device; ``way`` is 0 for the forward pass, and 1 for the backward pass."""
-        operands = _unpack(avals, ids)
+        operands = _unpack(avals, form)
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
-        sent = sends_of(c, strategy, *operands[:3], segments=ids)[way]
-        over = [c.axes if s.stage is None else s.stage[:1] for s in sent]
+        sent = sends_of(c, strategy, *operands[:3], segments=form.ids)[way]
+        over = [c.axes if s.stage is None else s.stage[0] for s in sent]
+        hidden = [s.hidden if s.hidden < math.inf else 0.0 for s in sent]  # one hop of a ring is exposed
         return [
-            KernelSend(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, axes=a)
-            for s, a in zip(sent, over, strict=True)
+            KernelSend(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, axes, s.route, flops)
+            for s, axes, flops in zip(sent, over, hidden, strict=True)
         ]
 
     def works(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> KernelWork:
-        operands = _unpack(avals, ids)
+        operands = _unpack(avals, form)
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
         return KernelWork(*work_of(c, strategy, *operands[:3])[way])
 
@@ -183,21 +199,21 @@ def _ops(ids: int, together: bool) -> tuple[Callable[..., Any], Callable[..., An
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(options: Options, together: bool, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> jax.Array:
-    return _ops(len(ids), together)[0](q, k, v, *ids, **dict(options))[0]
+def _attend(options: Options, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
+    return _ops(form)[0](q, k, v, *more, **dict(options))[0]
 
 
 @default_promotion()
-def _attend_fwd(options: Options, together: bool, q: jax.Array, k: jax.Array, v: jax.Array, *ids: jax.Array) -> Any:
-    out, lse = _ops(len(ids), together)[0](q, k, v, *ids, **dict(options))
-    return out, (q, k, v, ids, out, lse)
+def _attend_fwd(options: Options, form: Form, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> Any:
+    out, lse = _ops(form)[0](q, k, v, *more, **dict(options))
+    return out, (q, k, v, more, out, lse)
 
 
 @default_promotion()
-def _attend_bwd(options: Options, together: bool, saved: Any, grad: jax.Array) -> Any:
-    q, k, v, ids, out, lse = saved
-    grads = _ops(len(ids), together)[1](q, k, v, *ids, out, lse, grad.astype(jnp.result_type(out)), **dict(options))
-    return *grads, *(np.zeros(x.shape, jax.dtypes.float0) for x in ids)
+def _attend_bwd(options: Options, form: Form, saved: Any, grad: jax.Array) -> Any:
+    q, k, v, more, out, lse = saved
+    grads = _ops(form)[1](q, k, v, *more, out, lse, grad.astype(jnp.result_type(out)), **dict(options))
+    return *grads, *(np.zeros(x.shape, jax.dtypes.float0) for x in more)
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -61,9 +61,10 @@ def _arrays(move: MovePlan, colours: AxisColours) -> Table:
         sides = [(names[0], a.operands[0].sharding, a.operands[0].shape), (names[-1], a.sharding, a.shape)]
         cells = [
             colours.dims(list(zip(dims.split(), axes_of_spec(s.spec, len(shape)), strict=True)))
-            if len(dims.split()) == len(shape) else Cell(str(s.spec))
+            if len(dims.split()) == len(shape)
+            else Cell(str(s.spec))
             for dims, s, shape in sides
-        ]  # fmt: skip
+        ]
         cast = str(a.dtype) if a.dtype == a.old_dtype else f"{a.old_dtype} → {a.dtype}"
         sent = sum(sum(x.links.values()) for x in group)
         before, after = sum(x.before for x in group), sum(x.after for x in group)

@@ -278,15 +278,18 @@ def _coloured(blocks: Sequence[Any], n: int, rank: int) -> tuple[Round, ...]:
     return tuple(out)
 
 
-def exchange(xs: Sequence[jax.Array], r: Route, shape: Sequence[int], axes: tuple[str, ...]) -> jax.Array:
+def exchange(
+    xs: Sequence[jax.Array], r: Route, shape: Sequence[int], axes: tuple[str, ...], target: Sequence[Any]
+) -> jax.Array:
     """The local array of the target, of a move by permutes; zeros where the source has no element.
 
     Args:
       xs: the local arrays of the source.
       shape: of the local array of the target.
       axes: the mesh axes over all devices of the route.
+      target: the devices of the target; on others the result has any values.
     """
-    device = lax.axis_index(axes)
+    device, ends = lax.axis_index(axes), {r.devices.index(d) for d in target}
     out = jnp.zeros(tuple(shape), xs[0].dtype)
     for step in r.rounds:
         at_source, at_target = (jnp.asarray(table, jnp.int32)[device] for table in step.starts)
@@ -294,7 +297,7 @@ def exchange(xs: Sequence[jax.Array], r: Route, shape: Sequence[int], axes: tupl
         block = lax.dynamic_slice(xs[step.operand], at_source, step.shape)
         if any(s != t for s, t in step.pairs):
             block = lax.ppermute(before_exchange(block, r.on_cpus), axes, step.pairs)
-        if len(step.pairs) < len(r.devices):
+        if not ends <= {t for _, t in step.pairs}:
             gets = np.zeros(len(r.devices), bool)
             gets[[t for _, t in step.pairs]] = True
             block = jnp.where(jnp.asarray(gets)[device], block, lax.dynamic_slice(out, at_target, step.shape))

@@ -47,7 +47,8 @@ def local_move(array: MovedArray, axes: tuple[str, ...]) -> Callable[..., jax.Ar
         """The bits of a shard of the target, or of a chunk of it, which has the shape ``local`` if it is made in rounds."""
         xs = [cast(x, True) for x in xs]
         if parts is None:
-            return cast(exchange(xs, replace(route, rounds=rounds), local, axes), False)
+            target = devices_of(array.sharding.mesh)
+            return cast(exchange(xs, replace(route, rounds=rounds), local, axes, target), False)
         assert route.mesh is not None
         x = xs[0].reshape(parts.local(parts.have))
         return cast(follow(x, parts, route.mesh, route.joints, route.on_cpus), False)

@@ -75,9 +75,12 @@ def conv(
     numbers = lax.ConvDimensionNumbers(array_dims, (n + 1, n, *range(n)), array_dims)
     weights = transposed(kernel, (*taps, *channels, *features))
     y = (lax.conv_transpose if upsample else lax.conv_general_dilated)(
-        images.reshape(-1, *images.shape[len(batch) :]), jnp.flip(weights, range(n)) if upsample else weights,
-        (stride,) * n, padding, dimension_numbers=numbers,
-    )  # fmt: skip
+        images.reshape(-1, *images.shape[len(batch) :]),
+        jnp.flip(weights, range(n)) if upsample else weights,
+        (stride,) * n,
+        padding,
+        dimension_numbers=numbers,
+    )
     y = named(y.reshape(*images.shape[: len(batch)], *y.shape[1:]), (*batch, *spatial, *features))
     return transpose(y, [features[0] if d in channels else d for d in x.dims])
 

@@ -127,16 +127,19 @@ def with_passes(plan: Plan) -> Plan:
     lowering, overlap, reason = resolve_lowering(plan, request.lowering, request.overlap)
     check_choice("overlap", overlap, MODES, "modes")
     options = choose_options(
-        plan.chip, {c.op for c in plan.collectives}, request.options, request.compiler_options,
+        plan.chip,
+        {c.op for c in plan.collectives},
+        request.options,
+        request.compiler_options,
         lambda values: refused_options(plan.mesh, values),
-    )  # fmt: skip
+    )
     plan = replace(plan, lowering=lowering, overlap=overlap, lowering_reason=reason, options=options)
     best = _run_passes(plan) if overlap == "off" else _with_overlaps(plan)
     if plan.chip is None or request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):
         return best
     jit = separated = _run_passes(replace(plan, lowering="jit", overlap="off"))
-    if "FUSED_EPILOGUE" in plan.compiler.quirks:
-        separated = replace(jit, body=separate_matmuls(jit))
+    if "FUSED_EPILOGUE" in plan.compiler.quirks and (body := separate_matmuls(jit)) is not jit.body:
+        separated = replace(jit, body=body)
     chosen = shorter_lowering(best, jit, separated)
     free_caches(jit if chosen is best else best)
     if separated is not jit:

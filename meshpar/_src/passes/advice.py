@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from ...errors import IndivisibleWarning, LoweringWarning, MeshparError, ReplicatedWarning
 from ..compat.jax import function_name, user_stacklevel
+from ..cost.caching import with_shared_results
 from ..mesh import planned_mesh
 from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
 from ..plan.collectives import dcn_bytes_sent
@@ -56,7 +57,7 @@ def with_notes(plan: Plan) -> Plan:
         )
     if plan.compiler.note is not None and plan.chip is not None:
         notes.append(plan.compiler.note)
-    return replace(plan, notes=(*plan.notes, *notes)) if notes else plan
+    return with_shared_results(plan, notes=(*plan.notes, *notes)) if notes else plan
 
 
 def _slice_traffic(plan: Plan) -> str | None:

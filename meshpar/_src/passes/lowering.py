@@ -57,7 +57,7 @@ def shorter_lowering(plan: Plan, jit: Plan, separated: Plan) -> Plan:
         take no less (:data:`compat.quirks.FUSED_EPILOGUE`), which no estimate has, so that these seconds are compared.
     """
     ours, xla = cost(plan), cost(separated)
-    if plan.chip is None or xla >= (1 - MIN_GAIN) * ours or (exceeds(jit) and not exceeds(plan)):
+    if plan.chip is None or xla >= (1 - MIN_GAIN) * ours or (not exceeds(plan) and exceeds(jit)):
         return plan
     return with_shared_results(
         jit, lowering_reason=f"planned {format_seconds(cost(jit))}; shard_map {format_seconds(ours)}"

@@ -40,16 +40,16 @@ def _is_indexed(op: Op, value: Value, i: int) -> bool:
     return any(op.rule.kinds[f] == "indexed" for own in dims if own for f in own[i])
 
 
-def _lost(have: Spec, need: Spec) -> list[tuple[int, str]]:
-    """(dim, axis) for the axes that a spec has on a dim, and another one has not."""
-    return [(i, a) for i, (before, after) in enumerate(zip(have, need, strict=True)) for a in before if a not in after]
-
-
 class Causes:
     """The wording of causes in the plan of a program under a layout."""
 
     def __init__(self, assignment: AxisAssignment):
         self.program, self.assignment = assignment.program, assignment
+
+    def _lost(self, have: Spec, need: Spec) -> list[tuple[int, str]]:
+        """(dim, axis) for the axes that a spec has on a dim, and another one has not; without axes of one device."""
+        dims = enumerate(zip(have, need, strict=True))
+        return [(i, a) for i, (h, n) in dims for a in h if a not in n and self.assignment.sizes[a] > 1]
 
     def dim(self, value: Value, i: int) -> str:
         """The name of a dim of a value, or ``dim 1``."""
@@ -72,7 +72,7 @@ class Causes:
         reasons: dict[str, None] = {}
         kinds = set[str]()
         for f, (names, split_over) in enumerate(zip(self.factor_names(op), factor_axes, strict=False)):
-            shared = [a for a in split_over if a in axes]
+            shared = [a for a in split_over if a in axes and self.assignment.sizes[a] > 1]
             kind = "" if op.rule is None else op.rule.kinds[f]
             if shared and kind in (*REDUCTIONS, "pass_through", "permutation"):
                 rule = self.assignment.rule_text(names, shared[0])
@@ -92,7 +92,7 @@ class Causes:
         """The cause of a reshard of an operand: why ``op`` needs ``value`` in the spec ``need`` rather than ``have``."""
         names, name = self.factor_names(op), name_of(op)
         reasons = []
-        for i, a in _lost(have, need):
+        for i, a in self._lost(have, need):
             dim = self.dim(value, i)
             dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
             rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
@@ -136,7 +136,7 @@ class Causes:
         on = {a: self.dim(value, i) for i, entry in enumerate(need) for a in entry}
         made: dict[str, None] = {}
         kept: dict[str, None] = {}
-        for i, a in _lost(have, need):
+        for i, a in self._lost(have, need):
             dim = self.dim(value, i)
             made[f"`{a}` on `{dim}`"] = None
             full = f"`{dim}` not split over `{a}`" if need[i] else f"all of `{dim}`"

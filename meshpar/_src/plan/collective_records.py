@@ -130,11 +130,16 @@ class CollectiveRecords:
             cause = functools.partial(causes.local_form, op, factor_axes, axes, send.why)
             dims = causes.sent_dims(op, send.shape)
             kind, bytes_sent = cast(CollectiveOp, send.op), send_bytes(send, axes, self.sizes)
+            seconds, hidden = self._seconds(kind, axes, bytes_sent, "native"), 0.0
+            if seconds is not None and self.chip is not None:
+                seconds *= self._links(send.route, axes)
+                rate = self.chip.per_device().flops * self.chip.compiler.matmul_efficiency
+                hidden = min(seconds, send.hidden / rate)
             records.append(
                 Collective(
                     kind, axes, f"{op.label}: {send.why}", dims, send.shape, str(np.dtype(send.dtype)), bytes_sent,
                     None if count is None or send.times is None else count * send.times,
-                    cause, op, self._seconds(kind, axes, bytes_sent, "native"), content=send.content,
+                    cause, op, seconds, content=send.content, hidden=hidden,
                 )
             )  # fmt: skip
         return tuple(records)
@@ -160,6 +165,14 @@ class CollectiveRecords:
             return None
         volume = collective_volume(kind, bytes_sent, shard_count(axes, self.sizes))
         return seconds_of(kind, volume, [s for a in axes for s in self.torus[a]], self.chip, algorithm)
+
+    def _links(self, route: str, axes: tuple[str, ...]) -> float:
+        """The number of operands of a permute that pass the busiest link in one direction; a half for each of two that run
+        in both directions at once. On a line the last device sends to the first one over the links of all."""
+        stages = [s for a in axes for s in self.torus[a]]
+        if route == "mirror":
+            return max(p.size // (4 if p.wraps else 2) or 1 if p.on_torus else 1 for s in stages for p in s.parts)
+        return 0.5 if route == "both" and all(s.on_torus and not s.line for s in stages) else 1.0
 
     def _label(self, value: Value) -> tuple[str, str]:
         """(how reports name a value, its dims): its path, else the weight of the same dims, else the op that made it."""

@@ -47,6 +47,7 @@ class Collective:
       why: why it has this algorithm, the main reason first, up to a semicolon; empty: there is no other.
       seconds: estimated for one run; None: not estimated.
       content: (index of an operand of the op, key of its elements that are sent), as :attr:`rules.spmd.Send.content`.
+      hidden: of the seconds of one run, those during which its own op computes.
       first: index of the first torus dimension of its axes that it runs over (a ring runs over those before).
     """
 
@@ -65,6 +66,7 @@ class Collective:
     why: str = ""
     first: int = 0
     content: tuple[int, Hashable] | None = field(default=None, repr=False)
+    hidden: float = 0.0
 
     @property
     def cause(self) -> str:
@@ -131,7 +133,7 @@ class Collective:
         return self.origin.location if self.origin is not None else ""
 
     def to_dict(self) -> dict[str, Any]:
-        skipped = ("origin", "first", "content")
+        skipped = ("origin", "first", "content", "hidden")
         names = ("cause" if f.name == "wording" else f.name for f in fields(self) if f.name not in skipped)
         values = {name: getattr(self, name) for name in names}
         return {**values, "source": self.source, "module": self.module, "package_line": self.package_line}

@@ -61,9 +61,12 @@ class PlanCache:
         return self.get(key, lambda: Shard(value, spec, partial, kind, is_constant))
 
     def run(
-        self, op: Op, operands: tuple[Shard | None, ...], results: tuple[Shard, ...],
+        self,
+        op: Op,
+        operands: tuple[Shard | None, ...],
+        results: tuple[Shard, ...],
         axes: tuple[tuple[str, ...], ...] | None,
-    ) -> Run:  # fmt: skip
+    ) -> Run:
         """The ``Run`` step of an op on these shards, with ``axes`` for each factor of its rule; the same object for
         equal arguments."""
         return self.get((op, operands, results, axes), lambda: Run(op, operands, results, axes))

@@ -181,10 +181,6 @@ class Arrival:
         return {"path": self.path, "source": self.source, "spec": str(self.spec), "bytes": self.bytes}
 
 
-_ROLLS = ("rearrange", "concatenate", "slice")
-"""Primitives of ``jnp.roll``, by which activations move to the next stage."""
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """A program under a layout on a mesh: what each device stores, computes and sends, and why.
@@ -257,7 +253,8 @@ class Plan:
     @cached_property
     def pipelines(self) -> tuple[Pipeline, ...]:
         """The loops over layers that run as pipelines, with the bytes that a device sends to other stages in a step."""
-        moves = [c for c in self.collectives if c.origin is not None and c.origin.name in _ROLLS]
+        rolls = ("rearrange", "concatenate", "slice")  # of jnp.roll, by which activations move to the next stage
+        moves = [c for c in self.collectives if c.origin is not None and c.origin.name in rolls]
         sent = {
             p.axes: sum(c.bytes * (c.count or 1) for c in moves if set(c.axes) <= set(p.axes))
             for p in self.program.pipelines

@@ -108,8 +108,8 @@ def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds
         return once
     if not rank.exceeds(once):
         note = (
-            "weights are gathered, and gradients reduced, once for all microbatches of a step: a device has "
-            f'{format_memory(once.unsharded)} of unsharded gradients. gather="microbatch" needs less memory, and sends more'
+            "gradients that a loop adds up, over microbatches or over chunks of the loss, are reduced once, after the loop: a "
+            f'device has {format_memory(once.unsharded)} of them unsharded. gather="microbatch" needs less memory, and sends more'
         )
         return replace(once, notes=(*once.notes, note)) if once.unsharded >= MIN_NOTED_BYTES else once
     try:

@@ -44,15 +44,17 @@ _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
              "jax_numpy_dtype_promotion", "jax_use_shardy_partitioner", "jax_debug_nans")  # fmt: skip
 _FIXES = {
-    "values": ["host arrays are global values, which must be equal in every process",
-               "mp.data.put(batch, rows=\"mine\") takes each process's own rows",
-               "use one seed, and read the same data, everywhere"],
+    "values": [
+        "host arrays are global values, which must be equal in every process",
+        'mp.data.put(batch, rows="mine") takes each process\'s own rows',
+        "use one seed, and read the same data, everywhere",
+    ],
     "data": ["give mp.data.batches the same source in every process: it reads the rows of its own devices"],
     "replicas": ["make the state by mp.init, from one seed everywhere, or restore it from one checkpoint"],
     "versions": ["install the same versions everywhere"],
     "settings": ["start all processes with the same environment and flags"],
     "devices": ["make the mesh from all devices, in the order of jax.devices(): mp.mesh(…)"],
-}  # fmt: skip
+}
 _ANY_FIX = ["run one script, with the same arguments, in every process"]
 
 

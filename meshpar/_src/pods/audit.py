@@ -2,6 +2,9 @@
 
 A layout says which arrays are replicated over which mesh axes, so their copies are equal bit by bit as long as all devices compute
 and store correctly. A flipped bit in the memory of a device, or a device that computes other numbers, makes a copy differ.
+
+Where weights have no copies, a layer is computed several times instead: each device multiplies a part of its weights by itself, and
+so do the next devices. It finds a device that computes other numbers, but not a bit that flipped in its memory before.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ from .names import by_name
 Axes = tuple[str, ...]
 _Part = tuple[list[str], tuple[Axes, ...], tuple[jax.Array, ...]]
 """Paths of arrays, the axes over which they have copies, the results of :func:`audit_function`."""
+REPEATS = 3
+"""Devices that compute the same layer: with three the one that differs is known."""
+SIDE = 512
+"""The largest number of rows and of columns of the part of the weights that is multiplied."""
 MAX_ARRAYS = 64
 """Arrays of one compiled function: compilation takes more than linear time. Functions of equal shapes are compiled once."""
 
@@ -40,31 +47,39 @@ class Fault:
       path, dims: of the array in the tree of arguments, and its dims as text.
       devices: the ``jax.Device`` objects whose copy differs from the majority; without a majority, all that have copies of the
         shard.
-      copies: number of copies of each shard.
       certain: a majority of the copies is equal, so that the devices are the ones that differ.
+      copies: number of copies of each shard.
       after: the step after which the last audit found no difference; None: there was none in this process.
       by: the step after which the difference was found.
+      repeated: the copies are results of a layer that several devices computed.
     """
 
     path: str
     dims: str
     devices: tuple[Any, ...]
-    copies: int
     certain: bool
+    copies: int
     after: int | None
     by: int
+    repeated: bool = False
 
     def __str__(self) -> str:
         """``state/params/up (embed mlp): device 5 of process 0 differs from 3 copies; after step 100, by step 200``."""
         names = ", ".join(f"device {d.id} of process {d.process_index}" for d in self.devices)
         what = "differs from the majority" if self.certain else "differ from each other, without a majority"
+        copies = f"{self.copies} {'results of a matmul of it' if self.repeated else 'copies'}"
         since = "" if self.after is None else f"after step {self.after}, "
-        return f"{self.path} ({self.dims}): {names} {what} of {self.copies} copies; {since}by step {self.by}"
+        return f"{self.path} ({self.dims}): {names} {what} of {copies}; {since}by step {self.by}"
+
+
+def _on_devices(x: Any) -> bool:
+    """Whether a value is an array in the memory of several devices of a mesh."""
+    return on_mesh(x) and x.sharding.mesh.size > 1 and x.sharding.memory_kind in (None, _device_memory())
 
 
 def replicated_axes(x: Any) -> Axes:
     """The mesh axes over which an array in device memory has copies; empty for other values."""
-    if not on_mesh(x) or x.sharding.memory_kind not in (None, _device_memory()):
+    if not _on_devices(x):
         return ()
     split = {axis for axes in axes_of_spec(x.sharding.spec, x.ndim) for axis in axes}
     return tuple(axis for axis, n in x.sharding.mesh.shape.items() if n > 1 and axis not in split)
@@ -98,9 +113,40 @@ def audit_function(mesh: Any, specs: Sequence[PartitionSpec], axes: Sequence[Axe
     return jax.shard_map(local, mesh=mesh, in_specs=(split, *specs), out_specs=(split, one, one), check_vma=False)
 
 
+def layer(w: jax.Array) -> jax.Array:
+    """The matmul that is repeated, of a part of the weights, [rows, columns], by itself."""
+    return w @ w.T
+
+
+def repeat_function(mesh: Any, spec: PartitionSpec) -> Callable[..., Any]:
+    """A function of the numbers of :func:`audit_function` and of an array, of which ``layer`` is computed on several devices.
+
+    It returns the digests of the results, uint32 [devices, copies, 2]: of the part of each device, as the device itself, the next
+    one, and so on computed them; and the numbers. Both are replicated.
+    """
+    every, n = mesh.axis_names, mesh.size
+
+    def local(numbers: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        part = x.reshape(-1, x.shape[-1])[:SIDE, :SIDE]
+
+        def moved(y: jax.Array, by: int) -> jax.Array:
+            return jax.lax.ppermute(y, every, [(k, (k + by) % n) for k in range(n)]) if by else y
+
+        results = [moved(digest_of(layer(moved(part, by))), -by) for by in range(min(REPEATS, n))]
+        return jax.lax.all_gather(jnp.stack(results), every), jax.lax.all_gather(numbers, every, tiled=True)
+
+    one = PartitionSpec()
+    return jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(every), spec), out_specs=(one, one), check_vma=False)
+
+
 @functools.lru_cache(maxsize=16)
 def _compiled(mesh: Mesh, specs: tuple[PartitionSpec, ...], axes: tuple[Axes, ...]) -> Callable[..., Any]:
     return jax.jit(audit_function(mesh, specs, axes))
+
+
+@functools.lru_cache(maxsize=16)
+def _repeated(mesh: Mesh, spec: PartitionSpec) -> Callable[..., Any]:
+    return jax.jit(repeat_function(mesh, spec))
 
 
 class Audit:
@@ -109,7 +155,7 @@ class Audit:
     def __init__(self, plan: Plan):
         """Audit the arguments of the step of a plan."""
         self._dims = {x.path: format_dims(x.dims) for x in plan.inputs}
-        self._pending: tuple[int, Mesh, list[_Part]] | None = None
+        self._pending: tuple[int, Mesh, list[_Part], tuple[str, tuple[jax.Array, jax.Array]] | None] | None = None
         self._clean: int | None = None
         self.share = 0.0
         """The fraction of the bytes of the last audited state, on a device, that have a copy on another device."""
@@ -125,7 +171,7 @@ class Audit:
           seconds: of a step of this process, and the part of it in which this process did not wait for its devices.
 
         Raises:
-          UnsupportedError: no argument of the step has such a name, or none of the arrays is replicated.
+          UnsupportedError: no argument of the step has such a name, or none of the arrays is replicated or a sharded matrix.
         """
         leaves, _ = by_name(dict(state))
         for path in leaves.keys() - self._dims.keys():
@@ -134,9 +180,14 @@ class Audit:
             )
         on = {path: x for path, x in leaves.items() if isinstance(x, jax.Array)}
         copied: dict[str, Any] = {path: x for path, x in on.items() if replicated_axes(x)}
-        meshes = {x.sharding.mesh for x in copied.values()}
+        alone = {
+            path: x
+            for path, x in on.items()
+            if _on_devices(x) and path not in copied and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+        }
+        meshes = {x.sharding.mesh for x in (*copied.values(), *alone.values())}
         if len(meshes) != 1:
-            what = "is on the same mesh" if meshes else "is replicated"
+            what = "is on the same mesh" if meshes else "is replicated, or a matrix of floats"
             fix = "a layout in which a mesh axis shards the batch only, such as HSDP; without audit="
             raise UnsupportedError(f"audit: no array of {', '.join(state)} {what}", fixes=[fix])
         (mesh,) = meshes
@@ -145,49 +196,59 @@ class Audit:
         own = np.array([seconds], np.float32)
         numbers = of_parts((mesh.size, 2), NamedSharding(mesh, PartitionSpec(mesh.axis_names)), lambda _: own)
         alike = sorted(copied, key=lambda path: f"{copied[path].dtype}{copied[path].shape}{copied[path].sharding.spec}")
-        self._pending = step, mesh, []
+        parts: list[_Part] = []
         for at in range(0, len(alike), MAX_ARRAYS):
             part = {path: copied[path] for path in alike[at : at + MAX_ARRAYS]}
             axes = tuple(replicated_axes(x) for x in part.values())
             run = _compiled(mesh, tuple(x.sharding.spec for x in part.values()), axes)
-            self._pending[-1].append((list(part), axes, run(numbers, *part.values())))
+            parts.append((list(part), axes, run(numbers, *part.values())))
+        path = max(alone, key=lambda path: sizes[path], default=None)
+        repeated = None if path is None else (path, _repeated(mesh, alone[path].sharding.spec)(numbers, alone[path]))
+        self._pending = step, mesh, parts, repeated
 
     def finish(self) -> list[Fault]:
         """Wait for the audit that was started; returns the arrays whose copies differ, and an empty list without an audit."""
         if self._pending is None:
             return []
-        (step, mesh, results), self._pending, faults = self._pending, None, []
-        rows = zip(mesh.devices.flat, np.asarray(results[0][2][2]).tolist(), strict=True)
+        (step, mesh, results, repeated), self._pending, faults = self._pending, None, []
+        numbers = results[0][2][2] if repeated is None else repeated[1][1]
+        rows = zip(mesh.devices.flat, np.asarray(numbers).tolist(), strict=True)
         self.seconds = {device.process_index: (step_seconds, busy) for device, (step_seconds, busy) in rows}
         for paths, axes, (digests, differ, _) in results:
             bad = np.flatnonzero(np.asarray(differ))
             if bad.size:
                 every = fetch(digests).reshape(*mesh.devices.shape, len(paths), 2)
-                faults += [self._fault(paths[k], mesh, axes[k], every[..., k, :], step) for k in bad]
+                for k in bad:
+                    last = [mesh.axis_names.index(axis) for axis in axes[k]]
+                    copies = math.prod(mesh.devices.shape[i] for i in last)
+                    ends = range(-len(last), 0)  # each row has the devices with the same shard
+                    rows = np.moveaxis(every[..., k, :], last, [i - 1 for i in ends]).reshape(-1, copies, 2)
+                    of = _differing(rows, np.moveaxis(mesh.devices, last, ends).reshape(-1, copies))
+                    faults.append(Fault(paths[k], self._dims[paths[k]], *of, copies, self._clean, step))
+        if repeated is not None:
+            path, digests = repeated[0], np.asarray(repeated[1][0])
+            by = (np.arange(mesh.size)[:, None] + np.arange(digests.shape[1])) % mesh.size
+            of = _differing(digests, mesh.devices.reshape(-1)[by])
+            faults += [Fault(path, self._dims[path], *of, digests.shape[1], self._clean, step, True)] if of[0] else []
         self._clean = self._clean if faults else step
         return faults
 
-    def _fault(self, path: str, mesh: Mesh, over: Axes, digests: np.ndarray, step: int) -> Fault:
-        """The fault of an array, from the digests of all devices, uint32 of the shape of the mesh and 2."""
-        last = [mesh.axis_names.index(axis) for axis in over]
-        copies = math.prod(mesh.devices.shape[k] for k in last)
 
-        def rows(of: np.ndarray) -> np.ndarray:
-            """Each row has the entries of the devices with the same shard."""
-            return np.moveaxis(of, last, range(-len(last), 0)).reshape(-1, copies)
+def _differing(digests: np.ndarray, devices: np.ndarray) -> tuple[tuple[Any, ...], bool]:
+    """(devices whose copy differs from the majority, or all where there is none; whether each row has a majority).
 
-        found, certain = [], True
-        for values, devices in zip(
-            rows(digests.astype(np.uint64) @ np.array([1 << 32, 1], np.uint64)), rows(mesh.devices), strict=True
-        ):
-            distinct, counts = np.unique(values, return_counts=True)
-            if len(distinct) > 1:
-                majority = 2 * counts.max() > copies
-                certain = certain and majority
-                found += [
-                    d for d, x in zip(devices, values, strict=True) if not (majority and x == distinct[counts.argmax()])
-                ]
-        return Fault(path, self._dims[path], tuple(found), copies, bool(certain), self._clean, step)
+    Args:
+      digests: uint32 [shards, copies, 2]; devices: [shards, copies].
+    """
+    found, certain = dict[Any, None](), True
+    for values, row in zip(digests.astype(np.uint64) @ np.array([1 << 32, 1], np.uint64), devices, strict=True):
+        distinct, counts = np.unique(values, return_counts=True)
+        if len(distinct) > 1:
+            majority = 2 * counts.max() > len(row)
+            certain = certain and bool(majority)
+            odd = [d for d, x in zip(row, values, strict=True) if not (majority and x == distinct[counts.argmax()])]
+            found |= dict.fromkeys(odd)
+    return tuple(found), certain
 
 
 def raise_faults(faults: Sequence[Fault]) -> None:
@@ -200,5 +261,8 @@ def raise_faults(faults: Sequence[Fault]) -> None:
             "mp.check finds a step that computes replicas differently",
         ]
         raise DigestError(
-            f"copies of an array on the devices differ: {first}{more}", path=first.path, dims=first.dims, fixes=fixes
+            f"{'results of a repeated matmul' if first.repeated else 'copies of an array on the devices'} differ: {first}{more}",
+            path=first.path,
+            dims=first.dims,
+            fixes=fixes,
         )

@@ -153,7 +153,7 @@ class Checkpoints:
         """
         stop = self._stop.at(n)
         on_disk = stop or force or (n + 1) % self.every == 0
-        in_memory = self._memory is not None and (n + 1) % self.memory_every == 0
+        in_memory = self._memory is not None and (stop or (n + 1) % self.memory_every == 0)
         if not (on_disk or in_memory):
             return False
         saved = {path: _saved(path, x) for path, x in by_name(state)[0].items()}
@@ -162,7 +162,7 @@ class Checkpoints:
         facts["leaves"] = {path: {**about, **self._dims.get(path, {})} for path, (_, about) in saved.items()}
         if in_memory and self._memory is not None:
             self._open()
-            self._memory.save(self._run, n, arrays, facts)
+            self._memory.save(self._run, self._start, n, arrays, facts)
         if on_disk:
             self._write(n, arrays, facts)
         if stop:
@@ -402,7 +402,8 @@ class Checkpoints:
         """
         if self._manager is None:
             self._do(self._lock_folder)
-            self._run = str(exchange("the run of the checkpoints", self._memory and _run_of(self.path))[0])
+            mine = [self._memory and _run_of(self.path), uuid.uuid4().hex[:8]]
+            self._run, self._start = map(str, exchange("the run of the checkpoints", mine)[0])
             self._stream = f"checkpoints-{next(_streams)}"
             self._do(self._create_manager)
             _open.append(self)
@@ -440,13 +441,15 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.path, options=options, item_handlers=handlers)
 
     def wait(self) -> None:
-        """Until all that was saved is complete on disk.
+        """Until all that was saved is complete, on disk and in memory.
 
         Raises:
           CheckpointError: it cannot be written.
         """
         if self._manager is not None:
             self._do(self._manager.wait_until_finished)
+        if self._memory is not None:
+            self._memory.wait()
 
     def close(self) -> None:
         """Wait for the files that are being written, and release the orbax manager, the lock and the signal handler; copies in

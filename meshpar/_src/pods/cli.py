@@ -53,16 +53,13 @@ status of the script: the script failed;
 def add_commands(commands: Any) -> None:
     """Add the parsers of these commands."""
     _add_checkpoint(commands)
-    raw = argparse.RawDescriptionHelpFormatter
-    sub = commands.add_parser("launch", help="start a script in several processes of this machine", description=LAUNCH,
-                              epilog=LAUNCH_EXIT, formatter_class=raw)  # fmt: skip
+    about = "start a script in several processes of this machine"
+    sub = commands.add_parser("launch", help=about, description=LAUNCH, epilog=LAUNCH_EXIT)
     add = sub.add_argument
     add("-n", "--processes", type=int, required=True, help="how many processes")
     _add_script(sub, _launch, Job)
 
-    sub = commands.add_parser(
-        "manifest", help="write the manifest of a job for GKE or Slurm", description=MANIFEST, formatter_class=raw
-    )
+    sub = commands.add_parser("manifest", help="write the manifest of a job for GKE or Slurm", description=MANIFEST)
     add = sub.add_argument
     add("--topology", required=True, help='the devices: "v5p:8x8x8", "2x v5e:16x16", "4x h100:8"')
     add("--to", choices=("jobset", "slurm"), help="the scheduler (default: jobset for TPUs, slurm for GPUs)")
@@ -90,7 +87,7 @@ def _job(kind: type[_Kind], args: argparse.Namespace, *interpreter: str) -> _Kin
       TargetError: there is no such file.
     """
     if not args.module and not Path(args.script).is_file():
-        raise TargetError(f"there is no file {args.script}", fixes=["-m starts a module"])
+        raise TargetError(f"there is no file {args.script}", fixes=["the path of a Python file", "-m starts a module"])
     command: Any = (*interpreter, *(["-m"] if args.module else []), args.script, *args.arguments)
     return kind(**{f.name: getattr(args, f.name, command) for f in fields(kind)})
 
@@ -98,9 +95,8 @@ def _job(kind: type[_Kind], args: argparse.Namespace, *interpreter: str) -> _Kin
 def _add_checkpoint(commands: Any) -> None:
     """Add ``checkpoint`` with its actions ``ls``, ``show``, ``verify`` and ``convert`` to the subparsers of
     ``meshpar``."""
-    raw = argparse.RawDescriptionHelpFormatter
-    sub = commands.add_parser("checkpoint", help="list, show, verify and convert checkpoints", description=CHECKPOINT,
-                              epilog=CHECKPOINT_EXIT, formatter_class=raw)  # fmt: skip
+    about = "list, show, verify and convert checkpoints"
+    sub = commands.add_parser("checkpoint", help=about, description=CHECKPOINT, epilog=CHECKPOINT_EXIT)
     actions = sub.add_subparsers(metavar="ls|show|verify|convert", required=True)
 
     def action(name: str, run: Any, about: str) -> Any:

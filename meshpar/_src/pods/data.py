@@ -114,9 +114,12 @@ def put(batch: Any, *, mesh: Mesh, layout: Any, dims: Any = None, rows: Literal[
 
 
 def _sharded(
-    batch: Any, mesh: Mesh, layout: Layout, dims: Any,
+    batch: Any,
+    mesh: Mesh,
+    layout: Layout,
+    dims: Any,
     own: Callable[[str, tuple[int, ...], _SpecOf], tuple[Sequence[int], int] | None],
-) -> Any:  # fmt: skip
+) -> Any:
     """A tree of host arrays as arrays on the mesh.
 
     Args:

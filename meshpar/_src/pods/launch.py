@@ -2,6 +2,12 @@
 
 It opens no backend and no connection: it starts processes, looks how they end, and starts them again. Across machines that is
 the cluster's work (JobSet, Slurm), which starts the same script; see ``examples/pods``.
+
+With ``--elastic`` the loss of a slice replaces the processes of the other slices as well. JAX cannot make a live group smaller: a
+process blocks in the collective that the lost one does not join, the number of processes and their devices are fixed when a
+backend opens, and a process whose coordinator (process 0) is gone is ended by the runtime; ``jax_enable_recoverability`` keeps the
+others alive, but needs process 0. So a process is replaced by one that has imported its packages and waits, and the state comes
+from the copies in the memory of the host, which are files that outlive both.
 """
 
 from __future__ import annotations
@@ -24,10 +30,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import TargetError
-from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, LOSE, MEMORY, PROCESS, STUCK, TIMEOUT
+from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, ELASTIC, LOSE, MEMORY, PROCESS, STUCK, TIMEOUT
 from ..options import option
 from .memory import host_memory
 from .rendezvous import ended_file
+from .stop import listening_file
 from .watch import RESTARTABLE, USAGE
 
 LOOK_SECONDS = 0.03
@@ -42,6 +49,26 @@ for group in map(int, sys.argv[1:]):
         os.killpg(group, signal.SIGKILL)
 """
 """The program of a process that kills process groups when its standard input ends, as it does when the launcher is killed."""
+_SPARE = """
+import contextlib, importlib, json, os, runpy, sys
+for name in ("meshpar", "flax.nnx", "optax", "orbax.checkpoint"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
+variables, log, words = json.loads(sys.stdin.readline() or sys.exit())
+os.environ.clear()
+os.environ.update(variables)
+for number, path, flags in ((0, os.devnull, os.O_RDONLY), *((k, log, os.O_WRONLY | os.O_APPEND) for k in (1, 2))):
+    os.dup2(os.open(path, flags), number)
+if words[0] == "-m":
+    sys.argv = words[1:]
+    runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+else:
+    sys.argv, sys.path[0], __file__ = words, os.path.dirname(os.path.abspath(words[0])), words[0]
+    exec(compile(open(words[0], "rb").read(), words[0], "exec"))
+"""
+"""The program of a process that imports packages, and runs a script as ``python`` does when it receives its environment."""
+SPARE_SECONDS = 5.0
+"""Spare processes start so long after the processes of an attempt, which import the same packages."""
 
 
 def _lost_slice(text: str) -> tuple[int, int]:
@@ -66,6 +93,8 @@ class Job:
       logs: folder; None: a temporary one, kept only after a failure.
       slices: groups of processes that are lost together.
       lose: (slice, call): kill this slice when a function is called for the n-th time, once.
+      elastic: mesh axis over the slices: after a loss the run continues with the slices that remain; None: as ``least`` says.
+      back: with ``elastic``, seconds from the loss of a slice until its hosts can be used again; None: never.
     """
 
     command: tuple[str, ...]
@@ -95,16 +124,31 @@ class Job:
         type=_lost_slice,
         metavar="SLICE@CALL",
     )
+    elastic: str | None = option(
+        None, "--elastic", "mesh axis over the slices: after a loss the others continue at once", metavar="AXIS"
+    )
+    back: float | None = option(
+        None, "--back", "with --elastic: a lost slice joins at the first save after so many seconds", type=float
+    )
+
+    @property
+    def each(self) -> int:
+        """The number of processes of a slice."""
+        return self.processes // self.slices
 
 
 @dataclass
 class _End:
-    """How one attempt ended: the status, the first cause, and the processes that were lost."""
+    """How one attempt ended: the status, the first cause, and the processes that were lost.
+
+    ``joins``: none was lost; all have saved, so that slices that were lost before can join.
+    """
 
     status: int
     cause: str = ""
     culprit: int | None = None
     lost: list[int] = field(default_factory=list)
+    joins: bool = False
 
 
 def launch(job: Job) -> int:
@@ -113,11 +157,12 @@ def launch(job: Job) -> int:
     _check(job)
     folder = job.logs or Path(tempfile.mkdtemp(prefix="meshpar-launch-"))
     count, left, attempt = job.processes, job.restarts, 0
-    with _stop_signals() as stop, _memory_folders(job) as memory:
+    away: list[float] = []  # for each lost slice that returns, when it does
+    with _stop_signals() as stop, _memory_folders(job) as memory, _spares() as spares:
         while True:
             logs = folder / f"attempt-{attempt}"
             logs.mkdir(parents=True, exist_ok=True)
-            end = _attempt(job, count, attempt, logs, stop, memory)
+            end = _attempt(_Attempt(job, count, attempt, logs, memory, spares), stop, min(away, default=float("inf")))
             if stop:
                 _say(f"stopped by {signal.Signals(stop[-1]).name}; logs in {logs}")
                 return 128 + signal.SIGINT if stop[-1] == signal.SIGINT else RESTARTABLE
@@ -125,15 +170,22 @@ def launch(job: Job) -> int:
                 if job.logs is None:
                     shutil.rmtree(folder, ignore_errors=True)
                 return 0
-            after = _next_count(job, count, end)
-            free = end.status == USAGE and attempt > 0  # a number of processes that does not fit: no restart
+            slices = {p * len(memory) // count for p in end.lost}
+            back = [t for t in away if t <= time.monotonic()] if end.joins else []
+            after = count + job.each * len(back) if end.joins else _next_count(job, count, end, slices)
+            # no restart: slices that join; or a number of processes that does not fit
+            free = end.joins or (end.status == USAGE and attempt > 0)
             again = after is not None and (free or (end.status == RESTARTABLE and left > 0))
             _show(end, logs, f"starting again with {after} process{'es' * (after != 1)}" if again else None)
             if not again or after is None:
                 return end.status
             left -= not free
+            away = [t for t in away if t not in back]
             if job.slices > 1:
-                _lose_memory(memory, {p * len(memory) // count for p in end.lost}, after < count)
+                _lose_memory(memory, slices, after < count)
+                memory += [memory[0].with_name(f"slice-{attempt}-{k}") for k in range(len(back))]
+            if job.back is not None:
+                away += [time.monotonic() + job.back] * len(slices)
             count, attempt = after, attempt + 1
 
 
@@ -152,18 +204,24 @@ def _check(job: Job) -> None:
         raise TargetError(
             f"--min {job.least}: between 1 and {job.processes}", fixes=[f"--min {job.processes}: all of them"]
         )
+    if job.elastic is not None and (job.slices < 2 or job.restarts < 1):
+        text = f"--elastic {job.elastic} with --slices {job.slices} --restarts {job.restarts}: no slice could be lost"
+        raise TargetError(text, fixes=["--slices 2 --restarts 100: so many losses are survived"])
+    if job.back is not None and job.elastic is None:
+        raise TargetError(f"--back {job.back:g}: slices return to a run with --elastic AXIS", fixes=["--elastic slice"])
     if job.lose is not None and not 0 <= job.lose[0] < job.slices:
         fix = "--lose SLICE@CALL, with a slice below --slices"
         raise TargetError(f"--lose {job.lose[0]}@{job.lose[1]}: slices are 0 to {job.slices - 1}", fixes=[fix])
 
 
-def _next_count(job: Job, count: int, end: _End) -> int | None:
-    """How many processes to start next; None: too few are left."""
-    if job.least is None:
+def _next_count(job: Job, count: int, end: _End, slices: set[int]) -> int | None:
+    """How many processes to start next after the loss of these slices; None: too few are left."""
+    least = job.least if job.elastic is None else (job.least or job.each)
+    if least is None:
         return count if end.status != USAGE else None
-    lost = job.processes // job.slices if job.slices > 1 else max(1, len(end.lost))
+    lost = job.each * max(1, len(slices)) if job.slices > 1 else max(1, len(end.lost))
     after = count - (1 if end.status == USAGE else lost)
-    return after if after >= job.least else None
+    return after if after >= least else None
 
 
 # -- one attempt
@@ -200,18 +258,51 @@ def _lose_memory(memory: list[Path], lost: set[int], fewer: bool) -> None:
         memory[k : k + 1] = [] if fewer else [new]
 
 
-def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int], memory: Sequence[Path]) -> _End:
-    """Start ``count`` processes, wait until all have ended, and return how the attempt ended.
+@contextlib.contextmanager
+def _spares() -> Iterator[list[subprocess.Popen[bytes]]]:
+    """A list of processes that run ``_SPARE``, which are killed at the end."""
+    spares: list[subprocess.Popen[bytes]] = []
+    try:
+        yield spares
+    finally:
+        for child in spares:
+            child.kill()
+            child.communicate()
 
-    After the first failure, or ``job.grace`` seconds after a signal to stop, the processes that still run are killed.
-    ``attempt`` counts from 0; ``stop`` has the signals that the launcher has received, ``memory`` the folder of each slice.
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One start of all processes.
+
+    Attributes:
+      count: of processes.
+      number: of the attempt, from 0.
+      memory: for each slice the folder of copies of states in the memory of its hosts.
+      spares: processes that can run the script at once, which are used up.
     """
-    port = _free_port()
-    running = {p: _start(job, count, attempt, p, logs, port, memory[p * len(memory) // count]) for p in range(count)}
+
+    job: Job
+    count: int
+    number: int
+    logs: Path
+    memory: Sequence[Path]
+    spares: list[subprocess.Popen[bytes]]
+
+
+def _attempt(of: _Attempt, stop: list[int], back: float) -> _End:
+    """Start the processes, wait until all have ended, and return how the attempt ended.
+
+    After the first failure, or ``job.grace`` seconds after a signal to stop, the processes that still run are killed. With
+    ``--elastic``, they are killed at once after a loss, and end at the first save after ``back`` (``time.monotonic()``).
+    ``stop`` has the signals that the launcher has received.
+    """
+    job, logs, port = of.job, of.logs, _free_port()
+    running = {p: _start(of, p, port) for p in range(of.count)}
+    spare_at = time.monotonic() + SPARE_SECONDS if job.elastic else float("inf")
     codes: dict[int, int] = {}  # process → exit code, in the order of the ends
     lost: list[int] = []  # killed, and not by this
     kill_at = float("inf")
-    asked = killed = False
+    asked = killed = joining = False
     with _guard(running.values()), (logs / "process-0.log").open("rb") as log:
         try:
             while running:
@@ -226,13 +317,22 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int], me
                     if code == -signal.SIGKILL and not killed:
                         lost.append(p)
                     if kill_at == float("inf"):
-                        wait = {-signal.SIGKILL: 1.0, RESTARTABLE: job.grace}  # with 75 all end, after they have saved
+                        # with 75 all end, after they have saved
+                        wait = {-signal.SIGKILL: 0.0 if job.elastic else 1.0, RESTARTABLE: job.grace}
                         kill_at = time.monotonic() + wait.get(code, SETTLE_SECONDS)
                 if stop and not asked:
                     asked = True
-                    _signal(running.values(), signal.SIGTERM)
+                    _signal([] if joining else running.values(), signal.SIGTERM)
                     kill_at = min(kill_at, time.monotonic() + job.grace)
-                if time.monotonic() > kill_at:
+                now = time.monotonic()
+                ready = spare_at == float("inf")  # spare processes take over
+                if now > back and ready and not joining and all(listening_file(logs, p).exists() for p in running):
+                    joining = True
+                    _signal(running.values(), signal.SIGTERM)
+                if now > spare_at:
+                    spare_at = float("inf")
+                    of.spares.extend(_spare() for _ in range(job.processes - len(of.spares)))
+                if now > kill_at:
                     killed = True
                     _signal(running.values(), signal.SIGKILL)
                     kill_at = time.monotonic() + 5
@@ -240,6 +340,8 @@ def _attempt(job: Job, count: int, attempt: int, logs: Path, stop: list[int], me
         finally:
             _signal(running.values(), signal.SIGKILL)
             _show_more(log)
+    if joining and not stop and RESTARTABLE in codes.values() and {*codes.values()} <= {0, RESTARTABLE}:
+        return _End(RESTARTABLE, "a slice joins", joins=True)
     return _judge(codes, lost, logs)
 
 
@@ -270,24 +372,37 @@ def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
     return _End(code, f"process {p} ended with exit status {code}", p, [p] if code == RESTARTABLE else [])
 
 
-def _start(job: Job, count: int, attempt: int, p: int, logs: Path, port: int, memory: Path) -> subprocess.Popen[bytes]:
-    """Start process ``p`` of ``count``, with its settings in the environment and its output in ``logs/process-<p>.log``.
-
-    Args:
-      memory: the folder of copies of states in the memory of its slice.
-    """
-    group = {PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": str(attempt)}
+def _start(of: _Attempt, p: int, port: int) -> subprocess.Popen[bytes]:
+    """Start process ``p``, with its settings in the environment and its output in ``process-<p>.log``."""
+    job, count, slices = of.job, of.count, len(of.memory)
+    group = {PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": str(of.number)}
     limits = {TIMEOUT: str(job.timeout), STUCK: str(job.stuck)}
-    env = {**os.environ, **group, **limits, CAUSES: str(logs), MEMORY: str(memory), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **group, **limits, CAUSES: str(of.logs), MEMORY: str(of.memory[p * slices // count])}
+    env |= {"PYTHONUNBUFFERED": "1", **({ELASTIC: f"{job.elastic}={slices}"} if job.elastic else {})}
     env.pop(LOSE, None)
-    if job.lose is not None and attempt == 0 and p * job.slices // count == job.lose[0]:
+    if job.lose is not None and of.number == 0 and p * job.slices // count == job.lose[0]:
         env[LOSE] = str(job.lose[1])
     devices = _devices_of_each(job)
     if devices:
         env[DEVICES] = str(devices)
-    with (logs / f"process-{p}.log").open("wb") as log:
+    path = of.logs / f"process-{p}.log"
+    with path.open("wb") as log:
+        while of.spares:
+            child = of.spares.pop()
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                child.stdin.write(json.dumps([env, str(path), job.command[1:]]).encode() + b"\n")
+                child.stdin.close()
+                return child
         none, same = subprocess.DEVNULL, subprocess.STDOUT
         return subprocess.Popen(job.command, env=env, stdin=none, stdout=log, stderr=same, start_new_session=True)
+
+
+def _spare() -> subprocess.Popen[bytes]:
+    """Start a process that waits until :func:`_start` has it run the script."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    words, none = [sys.executable, "-c", _SPARE], subprocess.DEVNULL
+    return subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=none, stderr=none, start_new_session=True)
 
 
 @contextlib.contextmanager
@@ -343,7 +458,7 @@ def _show(end: _End, logs: Path, then: str | None) -> None:
             for line in lines:
                 print(f"  | {line}", file=sys.stderr)
     _say(f"logs of all processes: {logs}")
-    _say(f"first cause: {end.cause}" + (f"; {then}" if then else ""))
+    _say("first cause: " * (not end.joins) + end.cause + (f"; {then}" if then else ""))
 
 
 def _say(text: str) -> None:

@@ -7,11 +7,11 @@ group, whose hosts store both.
 
 .. code-block:: text
 
-    FOLDER/RUN/STEP/PROCESS/facts.json     facts of the state, and its blocks
-    FOLDER/RUN/STEP/PROCESS/NUMBER         a block
+    FOLDER/RUN/STEP.START/PROCESS/facts.json     facts of the state, and its blocks
+    FOLDER/RUN/STEP.START/PROCESS/NUMBER         a block
 
 A block is a shard that several devices may have; one process of a group stores it. A folder gets the name ``PROCESS`` when it is
-complete.
+complete. ``START`` names the start of all processes: a restart may have other shards, and repeats steps that are in memory.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Block(NamedTuple):
     Attributes:
       path, start: of the array, and where the shard begins in it.
       shape, dtype: of the shard; the name of its dtype.
-      checksum: CRC-32 of its bytes.
+      checksum: CRC-32 of its bytes: several times as fast on a host as the digests of arrays, which do not depend on sharding.
       file: its path below the folder of the copies.
       process: the process that has it.
     """
@@ -271,12 +271,15 @@ class Memory:
         self.path, self.axis, self.root = path, axis, _root(path)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="meshpar memory")
         self._writing: Future[None] | None = None
+        self._folders: list[str] = []
+        """``STEP.START`` of the state that was restored, and of all that were saved since."""
 
-    def save(self, run: str, step: int, leaves: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def save(self, run: str, start: str, step: int, leaves: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Start to copy the arrays ``leaves`` (path → array of JAX or NumPy) of a step, and return.
 
         Args:
           run: the name of the run; copies of other runs are deleted.
+          start: the name of the start of its processes.
           facts: JSON values that describe the state.
 
         Raises:
@@ -285,7 +288,7 @@ class Memory:
         self.wait()
         made = _shards(leaves, self.axis)
         stored = {p: list(np.shape(x)) for p, x in leaves.items()}
-        self._writing = self._pool.submit(self._write, run, step, made, {**facts, "stored": stored})
+        self._writing = self._pool.submit(self._write, run, start, step, made, {**facts, "stored": stored})
 
     def wait(self) -> None:
         """Until the last copy is complete in this process.
@@ -301,31 +304,37 @@ class Memory:
             fixes = ["free memory of the host, or give mp.Checkpoints no memory="]
             raise CheckpointError(f"a copy cannot be written to {self.root}: {error}", fixes=fixes) from error
 
-    def _write(self, run: str, step: int, made: Callable[[], Iterator[_Shard]], facts: dict[str, Any]) -> None:
+    def _write(
+        self, run: str, start: str, step: int, made: Callable[[], Iterator[_Shard]], facts: dict[str, Any]
+    ) -> None:
         for other in self.root.iterdir() if self.root.exists() else ():
             if other.name != run:
                 shutil.rmtree(other, ignore_errors=True)
-        for old in sorted(self._steps(run))[:-KEPT]:
-            shutil.rmtree(self.root / run / str(old), ignore_errors=True)
-        target = self.root / run / str(step) / str(process_index())
+        name = f"{step}.{start}"
+        target = self.root / run / name / str(process_index())
         begun = target.with_suffix(f".{secrets.token_hex(4)}")
         begun.mkdir(parents=True)
         blocks = []
-        for k, (path, start, x) in enumerate(made()):
+        for k, (path, first, x) in enumerate(made()):
+            if not k:  # computed, so that all processes have begun the copy before, and completed the second last
+                self._delete_others(run, name)
             data = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
             data.tofile(begun / str(k))
-            file = f"{run}/{step}/{target.name}/{k}"
-            blocks.append(Block(path, start, x.shape, str(x.dtype), zlib.crc32(data.data), file))
+            file = str((target / str(k)).relative_to(self.root))
+            blocks.append(Block(path, first, x.shape, str(x.dtype), zlib.crc32(data.data), file))
         (begun / "facts.json").write_text(json.dumps({"facts": facts, "blocks": blocks}))
-        if target.exists():  # of an earlier attempt
+        if target.exists():  # this step was saved before
             shutil.rmtree(target)
         begun.rename(target)
 
-    def _steps(self, run: str) -> list[int]:
-        """The steps of a run with a complete copy of this process."""
-        folder = self.root / run
-        found = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
-        return [int(p.name) for p in found if (p / str(process_index())).exists()]
+    def _delete_others(self, run: str, name: str) -> None:
+        """Delete all copies but the last ``KEPT`` and ``name``, which is added to them."""
+        for old in (self.root / run).iterdir():
+            # another process of this host may have begun the next step
+            newer = old.suffix == Path(name).suffix and _step(old.name) >= _step(name)
+            if old.name not in self._folders[-KEPT:] and not newer:
+                shutil.rmtree(old, ignore_errors=True)
+        self._folders += [name] * (name not in self._folders)
 
     def close(self, delete: bool) -> None:
         """Wait for the last copy; ``delete`` all copies of this host: the run has ended in all processes, which call this."""
@@ -341,37 +350,43 @@ class Memory:
 
     def newest(self, run: str) -> Copy | None:
         """The newest state of a run of which the hosts together have all blocks; None: none is complete. All processes call it."""
-        here: dict[int, tuple[Any, list[Any]]] = {}
+        here: dict[str, tuple[Any, list[Any]]] = {}
         for file in (self.root / run).glob("*/*/facts.json"):
-            step, process = file.parts[-3:-1]
-            if step.isdigit() and process.isdigit():
+            folder, process = file.parts[-3:-1]
+            if folder.partition(".")[0].isdigit() and process.isdigit():
                 with contextlib.suppress(OSError, ValueError):  # of no use, as if it were absent
                     read = json.loads(file.read_text())
-                    here.setdefault(int(step), (read["facts"], []))[1].extend(read["blocks"])
-        mine = [[step, *of] for step, of in here.items()]
+                    here.setdefault(folder, (read["facts"], []))[1].extend(read["blocks"])
+        mine = [[folder, *of] for folder, of in here.items()]
         found = exchange("list the copies in memory", mine, _complete)
         if found is None:
             return None
-        step, facts, blocks = found
-        _, own = here.get(step, (None, []))
-        return Copy(self.root, step, facts, list(map(Block.of_json, blocks)), list(map(Block.of_json, own)))
+        folder, facts, blocks = found
+        self._folders = self._folders or [folder]
+        _, own = here.get(folder, (None, []))
+        return Copy(self.root, _step(folder), facts, list(map(Block.of_json, blocks)), list(map(Block.of_json, own)))
+
+
+def _step(folder: str) -> int:
+    """The step of a folder ``STEP.START``."""
+    return int(folder.partition(".")[0])
 
 
 def _complete(said: Sequence[Sequence[Any]]) -> list[Any] | None:
-    """[step, facts, blocks] of the newest complete state among what all processes list; a block of these has its process. None: no
-    state is complete."""
-    steps: dict[int, tuple[Any, dict[tuple[str, tuple[int, ...]], Block]]] = {}
+    """[folder, facts, blocks] of the newest complete state among what all processes list; a block of these has its process. None:
+    no state is complete."""
+    states: dict[str, tuple[Any, dict[tuple[str, tuple[int, ...]], Block]]] = {}
     for process, listed in enumerate(said):
-        for step, facts, blocks in listed:
-            _, known = steps.setdefault(step, (facts, {}))
+        for folder, facts, blocks in listed:
+            _, known = states.setdefault(folder, (facts, {}))
             for block in map(Block.of_json, blocks):
                 known.setdefault((block.path, block.start), block._replace(process=process))
-    for step, (facts, known) in sorted(steps.items(), reverse=True):
+    for folder, (facts, known) in sorted(states.items(), key=lambda state: _step(state[0]), reverse=True):
         sizes: Counter[str] = Counter()
         for block in known.values():
             sizes[block.path] += math.prod(block.shape)
         if sizes == {p: math.prod(shape) for p, shape in facts["stored"].items()}:
-            return [step, facts, list(known.values())]
+            return [folder, facts, list(known.values())]
     return None
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import weakref
+from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-from ..compat.processes import connected, listen_for_preemption, preemption_sync_point
+from ..compat.processes import CAUSES, connected, listen_for_preemption, preemption_sync_point, process_index
+
+
+def listening_file(folder: Path, process: int) -> Path:
+    """A file that exists in the folder of ``meshpar launch`` while a process saves its state after SIGTERM."""
+    return folder / f"listening-{process}"
 
 
 class StopRequest:
@@ -26,11 +33,13 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.asked = False
+        self._open.add(self)
         if connected():
             listen_for_preemption()
         else:
-            self._open.add(self)
             self._install()
+        if CAUSES in os.environ:
+            listening_file(Path(os.environ[CAUSES]), process_index()).touch()
 
     @classmethod
     def _install(cls) -> None:
@@ -68,6 +77,8 @@ class StopRequest:
         """Stop listening."""
         cls = type(self)
         cls._open.discard(self)
+        if CAUSES in os.environ and not cls._open:
+            listening_file(Path(os.environ[CAUSES]), process_index()).unlink(missing_ok=True)
         if cls._open or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) == cls._hear:

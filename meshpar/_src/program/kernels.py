@@ -67,6 +67,9 @@ class KernelSend:
       why: its purpose, as the cause in the plan.
       times: number of runs in a call.
       axes: its mesh axes, if they are not all axes of some factors (:attr:`ShardCounts.axes`).
+      route: of a permute: to the ``next`` device of a ring; ``both`` if another one runs in the other direction meanwhile;
+        ``mirror``: to the device A - 1 - i.
+      hidden: FLOPs of the kernel that are computed meanwhile.
     """
 
     op: str
@@ -76,6 +79,8 @@ class KernelSend:
     why: str
     times: int = 1
     axes: tuple[str, ...] | None = None
+    route: str = "next"
+    hidden: float = 0.0
 
     def over(self, parts: ShardCounts) -> tuple[str, ...]:
         """The mesh axes that it runs over."""
@@ -297,7 +302,8 @@ class Kernel:
                 avals = [jax.ShapeDtypeStruct(s, d) for s, d in zip(local, dtypes, strict=True)]
                 parts = ShardCounts({f: axes[i] for f, i in index.items()}, sizes)
                 return [
-                    Send(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, s.over(parts)) for s in sends(avals, parts)
+                    Send(s.op, (), tuple(s.shape), s.dtype, s.why, s.times, s.over(parts), None, s.route, s.hidden)
+                    for s in sends(avals, parts)
                 ]
 
             r.sends = listed
@@ -348,7 +354,7 @@ class Kernel:
         def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: ShardCounts) -> list[KernelSend]:
             assert plain is not None
             size, one = alone(avals)
-            return [replace(s, shape=(size, *s.shape)) for s in plain(one, parts)]
+            return [replace(s, shape=(size, *s.shape), hidden=size * s.hidden) for s in plain(one, parts)]
 
         work = self.works
 

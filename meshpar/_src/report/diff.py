@@ -140,7 +140,7 @@ class PlanDiff(Document):
         large = {name: n for name, n in differences.items() if abs(n) >= MIN_SHARE * abs(b.seconds - a.seconds)}
         rest = sum(differences.values()) - sum(large.values())
         why = [f"{name} {_signed(n)}" for name, n in large.items()]
-        why += [f"other parts {_signed(rest)}"] * (len(large) < len(differences))
+        why += [f"other parts {_signed(rest)}"] * (abs(rest) >= 0.001 * abs(b.seconds - a.seconds))
         much = f"{100 * abs(more):.0f} %" if more < 1 else f"{1 + more:.1f} ×"
         longer = f"b is {much} {'slower' if more > 0 else 'faster'}, {_signed(b.seconds - a.seconds)} a step"
         return "; ".join([*texts, f"{longer}: {', '.join(why)}"])

@@ -119,7 +119,7 @@ function drawTorus(picture, { extent, rings, rows, timed }) {
       const label = (x, y, text, more) => make("text", { x, y, "font-size": 10.5, fill: "var(--dim)", "text-anchor": "middle", ...more }, text);
       const side = (dim) => `${dim} ${extent[dim]}${size[dim] < extent[dim] ? `, the first ${size[dim]}` : ""}`;
       if (extent.x > 1) out.push(label((first.x + last.x) / 2, last.y + step * 0.5 + 13, side("x")));
-      if (extent.y > 1) out.push(label(first.x - step * 0.5 - 4, (first.y + last.y) / 2, side("y"), { transform: `rotate(-90 ${first.x - step * 0.5 - 4} ${(first.y + last.y) / 2})` }));
+      if (extent.y > 1) out.push(label(first.x - step * 0.5 - 10, (first.y + last.y) / 2, side("y"), { transform: `rotate(-90 ${first.x - step * 0.5 - 10} ${(first.y + last.y) / 2})` }));
       if (solid) {
         const back = center({ x: size.x - 1, y: size.y - 1, z: size.z - 1, core: 0, slice: 0 });
         out.push(label((last.x + back.x) / 2 + 20, (last.y + back.y) / 2 + 14, side("z")));
@@ -203,16 +203,22 @@ function layerNodes({ inputs, weights, steps, dims }) {
       step.makes.forEach((shard) => made.set(shard, node));
     }
   }
-  const shown = nodes.filter((node) => node === start || node.sources.size);
+  const names = (node) => node.ops.length && node.ops.every(({ op }) => op.startsWith("name")) && !nodes.some((other) => other.sources.has(node)); // computes nothing
+  const shown = nodes.filter((node) => node === start || (node.sources.size && !names(node)));
   const paths = shown.filter((node) => node.ops.length && node.path).map((node) => node.path.split("/"));
   const common = paths.length ? paths[0].findIndex((part, k) => paths.some((path) => path[k] !== part)) : 0;
-  const gate = ([op, colour, axes, bytes, seconds, hidden, why]) => ({ text: op, colour, axes, bytes, hidden, why, cost: bytesText(bytes) + (seconds ? `, ${secondsText(seconds)}` : "") });
+  const gate = ([op, colour, axes, bytes, seconds, exposed, why]) => {
+    const waits = exposed == null ? "" : exposed < 0.01 * seconds ? ", hidden" : `, ${secondsText(exposed)} of it exposed`;
+    return { text: op, colour, axes, bytes, hidden: exposed != null && exposed < 0.5 * seconds, waits, why, cost: bytesText(bytes) + (seconds ? `, ${secondsText(seconds)}` : "") };
+  };
+  const timed = steps.some((step) => step.seconds);
+  const nameOf = (path) => (path.slice(-2).join("/").length < 16 ? path.slice(-2).join("/") : path.at(-1)); // as wide as a box
   return shown.map((node) => {
     const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
     const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
     return {
-      name: (node.ops.length && (common < 0 ? "" : path.slice(common).at(-1))) || (!node.path && (main?.op !== "add" || node.weights.size) && main?.title) || main?.op || "", part: node.ops.length > 0,
-      about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : "", gates: node.sends.map(gate),
+      name: (node.ops.length && (common < 0 ? "" : nameOf(path.slice(common)))) || (!node.path && (main?.op !== "add" || node.weights.size) && main?.title) || main?.op || "", part: node.ops.length > 0,
+      about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : timed && node.ops.length ? "fused" : "", gates: node.sends.map(gate),
       weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
       sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),
     };
@@ -223,11 +229,23 @@ function layerNodes({ inputs, weights, steps, dims }) {
 function drawLayer(place, data) {
   const nodes = layerNodes(data), script = place.firstChild;
   place.classList.add("layer");
-  return () => place.replaceChildren(script, ...(nodes.length > 2 && nodes.length <= 60 ? [layerPicture(place, nodes)] : [make("p", { class: "dim" }, "The layer is not drawn: it has too few or too many parts.")]));
+  return () => place.replaceChildren(script, ...(nodes.length > 2 && nodes.length <= 60 ? [layerPicture(place, nodes), layerKey(nodes)] : [make("p", { class: "dim" }, "The layer is not drawn: it has too few or too many parts.")]));
+}
+
+/** The legend of a layer: the colours of its axes, and how collectives that kernels wait for differ from hidden ones. */
+function layerKey(nodes) {
+  const dims = nodes.flatMap((node) => [...node.weights.flatMap((w) => w.dims), ...node.sources.flatMap(([, of]) => of)]);
+  const gates = nodes.flatMap((node) => [...node.gates, ...node.weights.flatMap((w) => w.gates)]);
+  const axes = new Map([...dims.filter(([, , axes]) => axes).map(([, c, axes]) => [axes.split("+")[0], c]), ...gates.map((gate) => [gate.axes.split("+")[0], gate.colour])]);
+  const kinds = [...axes].map(([axis, c]) => [c, `${axis}: dims that it shards, collectives over it`]);
+  if (gates.some((gate) => gate.hidden)) kinds.push(["ink hidden", "pale: most of it overlaps with kernels"]);
+  if (gates.some((gate) => !gate.hidden)) kinds.push(["ink", gates.some((gate) => gate.hidden) ? "solid: exposed, kernels wait for most of it" : "exposed: kernels wait for most of it"]);
+  return make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name)),
+    make("span", {}, "pill: bytes that a device sends, time"), nodes.some((node) => node.time === "fused") && make("span", {}, "fused: computed in the kernels of other boxes"));
 }
 
 function layerPicture(place, nodes) {
-  const FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", CHAR = 6.05, LINE = 13, WIDTH = 168, GAP = 12, MARGIN = 46;
+  const FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace", CHAR = 6.7, LINE = 14, WIDTH = 138, GAP = 8, LEFT = 30, RIGHT = 8, PILL = 37;
   const ink = (c) => `var(--${c === "cn" ? "none" : c.replace("c", "a")})`;
   const words = (dims) => (dims.length ? dims.map(([name, c, axes]) => ({ text: axes ? `${name}:${axes}` : name, c })) : [{ text: "scalar", c: "cn" }]);
 
@@ -244,19 +262,22 @@ function layerPicture(place, nodes) {
     return lines;
   }
   const dimLines = (lines, x, y, anchor) => lines.map((line, k) => {
-    const text = make("text", { x, y: y + LINE * k, "font-size": 10, "font-family": FONT, "text-anchor": anchor, class: "dims" });
+    const text = make("text", { x, y: y + LINE * k, "font-size": 11, "font-family": FONT, "text-anchor": anchor, class: "dims" });
     line.forEach((word, i) => text.append(make("tspan", { fill: word.c === "cn" ? "var(--dim)" : ink(word.c), "font-weight": word.c === "cn" ? 400 : 700 }, (i ? " " : "") + word.text)));
     if (anchor !== "middle") return text;
     const length = (line.map((word) => word.text).join(" ").length + 1) * CHAR; // over a wire, which is not to be seen between its words
-    return make("g", {}, make("rect", { x: x - length / 2, y: y + LINE * k - 10, width: length, height: LINE, fill: "var(--page)" }), text);
+    return make("g", {}, make("rect", { x: x - length / 2, y: y + LINE * k - 11, width: length, height: LINE, fill: "var(--page)" }), text);
   });
-  function pill(gate, x, y, width) {
-    const fill = ink(gate.colour), lit = gate.hidden ? `color-mix(in srgb, ${fill} 30%, var(--page))` : fill;
+  const gateText = (gate) => `${gate.text} ${gate.cost}`;
+  /** A collective: on a wire in one line, in a box of the part whose weights it gathers in two. */
+  function pill(gate, x, y, width, lines = 1) {
+    const fill = ink(gate.colour), lit = gate.hidden ? `color-mix(in srgb, ${fill} 22%, var(--page))` : fill;
+    const text = { "font-size": 11.5, "text-anchor": "middle", fill: gate.hidden ? "var(--ink)" : "var(--page)" };
+    const op = make("tspan", { "font-weight": 650 }, gate.text);
     return make("g", { class: "gate", "data-op": gate.text, "data-axes": gate.axes, "data-bytes": gate.bytes },
-      make("rect", { x: x - width / 2, y, width, height: 19, rx: 9.5, fill: lit, stroke: fill }),
-      make("text", { x, y: y + 13, "font-size": width > 170 ? 10.5 : 9.5, "text-anchor": "middle", fill: gate.hidden ? "var(--ink)" : "var(--page)" },
-        make("tspan", { "font-weight": 650 }, gate.text), ` ${gate.cost}`),
-      make("title", {}, `${gate.text} over ${gate.axes}${gate.hidden ? ", overlaps with kernels" : ""}: ${gate.cost}\n${gate.why}`));
+      make("rect", { x: x - width / 2, y, width, height: lines === 1 ? 22 : PILL - 4, rx: 10, fill: lit, stroke: fill, "stroke-width": 1.5 }),
+      ...(lines === 1 ? [make("text", { x, y: y + 15, ...text }, op, ` ${gate.cost}`)] : [make("text", { x, y: y + 14, ...text }, op), make("text", { x, y: y + 28, ...text }, gate.cost)]),
+      make("title", {}, `${gate.text} over ${gate.axes}: ${gate.cost}${gate.waits}\n${gate.why}`));
   }
 
   // levels: a node is below its sources; a collective is directly above its first reader
@@ -266,18 +287,20 @@ function layerPicture(place, nodes) {
   });
   const isGate = (node) => !node.part;
   const isSum = (node) => node.name === "add" && !node.weights.length && !node.gates.length;
+  const single = nodes.map((_, k) => level.filter((other) => other === level[k]).length === 1);
   const size = nodes.map((node, k) => {
     if (k === 0) return { w: 96, h: 22 };
-    if (isGate(node)) return { w: 208, h: 19 + 22 * (node.gates.length - 1) };
+    if (isGate(node) && !single[k]) return { w: WIDTH, h: PILL * node.gates.length - 4 };
+    if (isGate(node)) return { w: Math.max(...node.gates.map((gate) => gateText(gate).length * 6.4 + 24)), h: 22 + 25 * (node.gates.length - 1) };
     if (isSum(node)) return { w: 24, h: 24 };
-    const rows = node.weights.reduce((n, w) => n + wrapped(w.dims, WIDTH - 16).length * LINE + w.gates.length * 22 + 4, 0);
-    return { w: WIDTH, h: 28 + rows + node.gates.length * 22 };
+    const rows = node.weights.reduce((n, w) => n + wrapped(w.dims, WIDTH - 16).length * LINE + w.gates.length * PILL + 5, 0);
+    return { w: WIDTH, h: (node.time ? 42 : 28) + rows + node.gates.length * PILL };
   });
   const levels = [];
   nodes.forEach((_, k) => (levels[level[k]] ??= []).push(k));
 
-  // two columns: the second one begins after the sum nearest to the middle
-  const wide = (place.clientWidth || 1100) >= 980;
+  // two columns: the second one begins after the single part nearest to the middle that all later ones read through
+  const wide = (place.clientWidth || 1100) >= 780;
   const height = levels.map((of) => Math.max(...of.map((k) => size[k].h)));
   const total = height.reduce((a, b) => a + b + 40, 0);
   let cut = levels.length;
@@ -285,23 +308,25 @@ function layerPicture(place, nodes) {
     let at = 0, best = Infinity;
     levels.forEach((of, k) => {
       at += height[k] + 40;
-      if (of.length === 1 && isSum(nodes[of[0]]) && k < levels.length - 1 && Math.abs(at - total / 2) < best) { best = Math.abs(at - total / 2); cut = k + 1; }
+      const passes = of.length === 1 && nodes.every((node, later) => level[later] <= k || node.sources.every(([source]) => level[source] >= k));
+      if (passes && nodes[of[0]].part && k < levels.length - 1 && Math.abs(at - total / 2) < best) { best = Math.abs(at - total / 2); cut = k + 1; }
     });
   }
-  const across = Math.max(...levels.map((of) => of.length)), columnWidth = 2 * MARGIN + Math.max(across * (WIDTH + GAP) - GAP, 300);
+  const across = (of) => Math.max(1, ...of.map((level) => level.length)), space = [levels.slice(0, cut), levels.slice(cut)].map((of) => Math.max(across(of) * (WIDTH + GAP) - GAP, 370));
+  const begin = [LEFT, LEFT + space[0] + RIGHT + LEFT];
   const at = nodes.map(() => null), bottoms = [0, 0];
   levels.forEach((of, k) => {
-    const column = k < cut ? 0 : 1, x0 = column * (columnWidth + 24) + MARGIN, space = columnWidth - 2 * MARGIN;
-    if (k === cut) bottoms[1] = 42;
-    const y = bottoms[column] + (k === 0 ? 6 : 0), step = space / of.length;
-    of.forEach((node, i) => { at[node] = { x: of.length === 1 ? x0 + space / 2 : x0 + space / 2 + (i - (of.length - 1) / 2) * Math.min(step, WIDTH + GAP), y, column }; });
-    const labels = Math.max(1, ...of.map((node) => (readers[node].length ? wrapped(readers[node][0][1], of.length > 1 ? WIDTH : 300).length : 1)));
+    const column = k < cut ? 0 : 1;
+    if (k === cut) bottoms[1] = 44;
+    const y = bottoms[column] + (k === 0 ? 6 : 0), middle = begin[column] + space[column] / 2;
+    of.forEach((node, i) => { at[node] = { x: middle + (i - (of.length - 1) / 2) * (WIDTH + GAP), y, column }; });
+    const labels = Math.max(1, ...of.map((node) => (readers[node].length ? wrapped(readers[node][0][1], of.length > 1 ? WIDTH : space[column] / 2 - 8).length : 1)));
     bottoms[column] = y + height[k] + 22 + LINE * labels;
   });
 
   const wires = [], labels = [], boxes = [];
   const wire = (d) => wires.push(make("path", { d, fill: "none", stroke: "var(--none)", "stroke-width": 1.4 }));
-  const top = { x: columnWidth + 24 + columnWidth / 2, y: 14 };
+  const top = { x: begin[1] + space[1] / 2, y: 14 };
   const crossing = cut < levels.length ? levels[cut - 1][0] : -1;
   nodes.forEach((node, k) => node.sources.forEach(([source]) => {
     const crossed = source === crossing && at[k].column === 1;
@@ -311,45 +336,46 @@ function layerPicture(place, nodes) {
       const mid = to.y - 10;
       wire(from.x === to.x ? `M${from.x} ${from.y}V${to.y}` : `M${from.x} ${from.y}V${mid - 8}Q${from.x} ${mid} ${from.x + Math.sign(to.x - from.x) * 8} ${mid}H${to.x - Math.sign(to.x - from.x) * 8}Q${to.x} ${mid} ${to.x} ${to.y}`);
     } else { // around the parts between them, at the left
-      const left = to.column * (columnWidth + 24) + MARGIN / 2, middle = to.y + size[k].h / 2;
+      const left = begin[to.column] - LEFT / 2, middle = to.y + size[k].h / 2;
       wire(`M${from.x} ${from.y + 6}H${left + 8}Q${left} ${from.y + 6} ${left} ${from.y + 14}V${middle - 8}Q${left} ${middle} ${left + 8} ${middle}H${to.x - size[k].w / 2}`);
     }
   }));
-  const name = (k, text) => make("text", { x: at[k].x, y: at[k].y + 17, "font-size": 12, "font-weight": 650, "text-anchor": "middle", fill: "var(--ink)" }, text);
+  const name = (k, text) => make("text", { x: at[k].x, y: at[k].y + 17, "font-size": 13, "font-weight": 650, "text-anchor": "middle", fill: "var(--ink)" }, text);
   nodes.forEach((node, k) => {
     const { x, y } = at[k], { w, h } = size[k];
     if (k === 0) boxes.push(name(k, "input of the layer"));
-    else if (isGate(node)) node.gates.forEach((gate, i) => boxes.push(pill(gate, x, y + 22 * i, w)));
+    else if (isGate(node)) node.gates.forEach((gate, i) => boxes.push(single[k] ? pill(gate, x, y + 25 * i, w) : pill(gate, x, y + PILL * i, w, 2)));
     else if (isSum(node)) boxes.push(make("circle", { cx: x, cy: y + 12, r: 11, fill: "var(--page)", stroke: "var(--ink)" }), make("text", { x, y: y + 17.5, "font-size": 17, "text-anchor": "middle", fill: "var(--ink)" }, "+"));
     else {
       const box = make("g", { class: "part" }, make("title", {}, node.about), make("rect", { x: x - w / 2, y, width: w, height: h, rx: 7, fill: "var(--soft)", stroke: "var(--ink)", "stroke-width": 1.2 }),
-        make("text", { x: x - w / 2 + 9, y: y + 18, "font-size": 12.5, "font-weight": 650, fill: "var(--ink)" }, node.name),
-        make("text", { x: x + w / 2 - 9, y: y + 18, "font-size": 10.5, "text-anchor": "end", fill: "var(--dim)" }, node.time));
-      let down = y + 33;
+        make("text", { x: x - w / 2 + 9, y: y + 18, "font-size": 13, "font-weight": 650, fill: "var(--ink)" }, node.name),
+        make("text", { x: x - w / 2 + 9, y: y + 33, "font-size": 11.5, fill: "var(--dim)" }, node.time));
+      let down = y + (node.time ? 49 : 35);
       for (const weight of node.weights) {
         const lines = wrapped(weight.dims, WIDTH - 16);
         box.append(...dimLines(lines, x - w / 2 + 9, down, "start"));
         down += LINE * lines.length - 5;
-        for (const gate of weight.gates) { box.append(pill(gate, x, down, WIDTH - 14)); down += 22; }
-        down += 9;
+        for (const gate of weight.gates) { box.append(pill(gate, x, down, WIDTH - 10, 2)); down += PILL; }
+        down += 10;
       }
-      for (const gate of node.gates) { box.append(pill(gate, x, down - 8, WIDTH - 14)); down += 22; }
+      for (const gate of node.gates) { box.append(pill(gate, x, down - 9, WIDTH - 10, 2)); down += PILL; }
       boxes.push(box);
     }
     const [first] = readers[k];
     const many = levels[level[k]].length > 1;
-    if (first) labels.push(...dimLines(wrapped(first[1], many ? WIDTH : 300), many ? x : x + 8, y + h + 15, many ? "middle" : "start"));
+    if (first) labels.push(...dimLines(wrapped(first[1], many ? WIDTH : space[at[k].column] / 2 - 8), many ? x : x + 8, y + h + 15, many ? "middle" : "start"));
   });
   if (crossing >= 0) {
     const dims = readers[crossing].find(([k]) => at[k].column === 1)[1];
-    labels.push(make("circle", { cx: top.x, cy: top.y, r: 4, fill: "var(--none)" }), ...dimLines(wrapped(dims, 300), top.x + 10, top.y + 4, "start"));
-    wire(`M${at[crossing].x} ${at[crossing].y + 24}v26`);
-    labels.push(make("text", { x: at[crossing].x + 8, y: at[crossing].y + 24 + 30, "font-size": 10.5, fill: "var(--dim)" }, "continues at the right"));
+    labels.push(make("circle", { cx: top.x, cy: top.y, r: 4, fill: "var(--none)" }), ...dimLines(wrapped(dims, space[1] / 2 - 10), top.x + 10, top.y + 4, "start"));
+    const below = at[crossing].y + size[crossing].h;
+    wire(`M${at[crossing].x} ${below}v${12 + LINE * wrapped(dims, space[0] / 2 - 8).length}`);
+    labels.push(make("text", { x: at[crossing].x + 8, y: below + 16 + LINE * wrapped(dims, space[0] / 2 - 8).length, "font-size": 11.5, fill: "var(--dim)" }, "continues at the right"));
   }
-  const last = nodes.length - 1;
+  const sum = nodes.findLastIndex((node, k) => isSum(node) && !readers[k].length), last = sum < 0 ? level.lastIndexOf(Math.max(...level)) : sum;
   wire(`M${at[last].x} ${at[last].y + size[last].h}v16`);
-  labels.push(make("text", { x: at[last].x + 8, y: at[last].y + size[last].h + 16, "font-size": 10.5, fill: "var(--dim)" }, "output of the layer"));
-  const width = (cut < levels.length ? 2 : 1) * (columnWidth + 24) - 24, tall = Math.max(...bottoms) + 8;
+  labels.push(make("text", { x: at[last].x + 8, y: at[last].y + size[last].h + 16, "font-size": 11.5, fill: "var(--dim)" }, "output of the layer"));
+  const width = begin[+(cut < levels.length)] + space[+(cut < levels.length)] + RIGHT, tall = Math.max(...bottoms) + 8;
   return make("svg", { viewBox: `0 0 ${width} ${tall}`, width, style: "max-width:100%;height:auto", role: "img", "aria-label": place.dataset.label },
     ...wires, ...labels, ...boxes);
 }

@@ -49,12 +49,12 @@ def donation_hint(plan: Plan) -> str | None:
 
 
 def memory_hints(plan: Plan) -> list[str]:
-    """The edits that save memory, in the order to try: donation, also where the plan fits; where it does not fit, more devices if
-    the state alone does not fit, else rules, rematerialization and microbatches."""
+    """The edits that save memory, in the order to try: more devices if the state alone does not fit; donation, also where the plan
+    fits; where it does not fit, rules, rematerialization and microbatches."""
     hints = [donation_hint(plan)]
     if fits(plan) is False:
         state = _state_hint(plan)
-        hints += [state] if state else [_rule_hint(plan), _activations_hint(plan)]
+        hints = [state, *hints] if state else [*hints, _rule_hint(plan), _activations_hint(plan)]
     return [hint for hint in hints if hint]
 
 

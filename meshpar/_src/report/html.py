@@ -21,7 +21,7 @@ from .document import cell, page
 from .facts import RuleEffect
 from .layer import LAYER, layer_picture
 from .pipeline import pipelines_html
-from .sections import sections
+from .sections import remedies, sections
 from .tables import GROUP, Cell, Table, html_picture, key, number, prose
 from .timeline import step_bounds, step_notes, step_shares
 from .torus import TORUS, torus_picture
@@ -31,7 +31,7 @@ MAX_OPEN_COLLECTIVES = 12
 NOT_ESTIMATED = "not estimated: no topology"
 NOTHING_SENT = "<p>Each device sends nothing.</p>"
 STEP_TIME = "All bars have the same scale. A collective over several axes has the colour of the first."
-PIPELINE = "One column per tick: a stage runs its layers forward for one microbatch (above), backward for one (below), or both."
+PIPELINE = "In a tick (a column), a stage has a slot for its forward pass (above) and its backward pass (below)."
 RULES = (
     "Rules in order: an axis goes to the first rule whose dim is present{}. Point at a rule to highlight the arguments that "
     "it shards."
@@ -46,7 +46,7 @@ MEMORY = (
     "Live bytes after each kernel of a step, by kind. The horizontal axis is the order of the kernels, not time: each has the same "
     "width, and the body of a loop is shown once. Point at it, or press the arrow keys, for a kernel."
 )
-ROOFLINE = "FLOP/s of the estimate, recomputation included; for the step, waiting included. Larger circles take more of the step."
+ROOFLINE = "The line is the chip's limit, a grey circle a kernel; larger ones take longer. Recomputation is included."
 """The content of the sections of a page."""
 
 
@@ -83,7 +83,7 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Axes on the chips", torus_picture(plan, colours), TORUS),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
-        *((section.title, section.html(), "") for section in sections(plan)),
+        *((section.title, section.html(), "") for section in (remedies(plan), *sections(plan))),
     ]
     return [section for section in every if section[1]]
 

@@ -15,11 +15,11 @@ from ..program.ir import Op
 from .colours import AxisColours
 from .facts import kernels_of
 from .tables import html_picture
+from .timeline import timeline_of
 
 LAYER = (
-    "One layer in the forward pass: boxes are parts of the model with the stored sharding of their weights, wires are arrays with "
-    "the axes that shard their dims, and pills are collectives: bytes that a device sends, and seconds. Paler pills overlap with "
-    "kernels."
+    "One layer in the forward pass, from top to bottom. A box is a part of the model: the time of its kernels, the dims of its "
+    "weights as they are stored, and the collectives that gather these. A wire is an array with its dims; dim:axis is sharded."
 )
 """The content of the section."""
 MAX_STEPS = 400
@@ -71,14 +71,16 @@ def layer_picture(plan: Plan, colours: AxisColours) -> str:
     for kernel in part.kernels:
         if kernel.op is not None and kernel in times:
             seconds[kernel.op] += times[kernel].seconds
-    hidden = {id(t.collective) for t in schedules(plan)[part].transfers if t.is_async} if plan.chip else ()
+    transfers = schedules(plan)[part].transfers if plan.chip else ()
+    spans = [s for s in timeline_of(plan, part).spans if s.axes] if transfers else []
+    exposed = {id(t.collective): span.exposed for t, span in zip(transfers, spans, strict=True)}
     numbers: dict[Shard, int] = {}
     drawn = []
     for step in (step for step in steps if not isinstance(step, Constant)):
         op, every = step.op, (*step.sends, *(c for inner in step.bodies for c in inner.sends))
         reads, makes = ([numbers.setdefault(s, len(numbers)) for s in of] for of in (step.reads, step.makes))
         sends = [
-            (c.op, colours.first(c.axes), "+".join(c.axes), c.bytes, c.seconds, id(c) in hidden, c.explanation)
+            (c.op, colours.first(c.axes), "+".join(c.axes), c.bytes, c.seconds, exposed.get(id(c)), c.explanation)
             for c in every
         ]
         row = {"reads": reads, "makes": makes, "sends": sends, "moves": isinstance(step, ShardingChange)}

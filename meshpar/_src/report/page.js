@@ -678,12 +678,12 @@ function drawRoofline(place, data) {
   const powers = ([a, b]) => Array.from({ length: 40 }, (_, k) => 10 ** (k - 6)).filter((p) => p >= a && p <= b);
   return () => {
     const width = Math.min(place.clientWidth || 800, 760), height = Math.max(220, Math.min(300, width * 0.42));
-    const [l, r, t, b] = [width < 480 ? 44 : 66, width - 8, 8, height - 34];
+    const [l, r, t, b] = [width < 480 ? 64 : 86, width - 8, 22, height - 34];
     const X = (i) => l + ((r - l) * Math.log(i / xs[0])) / Math.log(xs[1] / xs[0]), Y = (f) => b - ((b - t) * Math.log(f / ys[0])) / Math.log(ys[1] / ys[0]);
     const text = (x, y, string, more = {}) => make("text", { x, y, "font-size": 11, fill: "var(--dim)", ...more }, string);
     const grid = [
       ...powers(xs).flatMap((p) => [make("line", { x1: X(p), x2: X(p), y1: t, y2: b, class: "grid" }), text(X(p), b + 14, `${p >= 1e4 ? p.toExponential(0).replace("+", "") : p}`, { "text-anchor": "middle" })]),
-      ...powers(ys).flatMap((p) => [make("line", { x1: l, x2: r, y1: Y(p), y2: Y(p), class: "grid" }), text(l - 6, Y(p) + 4, `${Number((p / 1e12).toPrecision(3))} T`, { "text-anchor": "end" })]),
+      ...powers(ys).flatMap((p) => [make("line", { x1: l, x2: r, y1: Y(p), y2: Y(p), class: "grid" }), text(l - 6, Y(p) + 4, rate(p), { "text-anchor": "end" })]),
     ];
     const left = Math.max(xs[0], ys[0] / data.bandwidth);
     const roofLine = make("path", { class: "roof", d: `M${X(left)} ${Y(roof(left))}L${X(ridge)} ${Y(data.flops)}H${r}` });
@@ -705,7 +705,7 @@ function drawRoofline(place, data) {
       ...grid, roofLine, ...circles.slice(1), circles[0],
       text(X(ridge) + 4, Y(data.flops) - 7, `${data.chip}: ${rate(data.flops)}`),
       text(X(at.intensity) + (near ? -12 : 12), Y(at.rate) + 4, "the step", { fill: "var(--ink)", "font-weight": 600, "text-anchor": near ? "end" : "start" }),
-      text(r, height - 4, "FLOPs per byte of HBM traffic", { "text-anchor": "end" }));
+      text(4, 12, "FLOP/s of a device"), text(r, height - 4, "FLOPs per byte of HBM traffic", { "text-anchor": "end" }));
     view.replaceChildren(svg);
   };
 }
@@ -714,10 +714,10 @@ const MAX_NUMBERED_TICKS = 64; // longer pictures of pipelines have bars in plac
 
 /** The slots of the stages of a pipeline: a row per stage with a line for each of its loops, a column per tick; idle slots are empty. */
 function drawPipeline(place, data) {
-  const numbered = data.ticks <= MAX_NUMBERED_TICKS, [w, h, gap] = [20, 13, 4], high = data.loops.length * h + gap, cells = [];
+  const numbered = data.ticks <= MAX_NUMBERED_TICKS, [w, h, gap] = [20, 13, 4], high = data.loops.length * h + gap, head = numbered ? 15 : 0, cells = [];
   const rect = (x, y, width, more = {}) => make("rect", { x, y, width, height: h - 1, ...more });
   data.loops.forEach(({ kind: [colour, name], start, rows }, i) => rows.forEach((slots, stage) => {
-    const y = stage * high + i * h;
+    const y = head + stage * high + i * h;
     cells.push(rect(start * w, y, slots.length * w, { class: "idle" }));
     for (let at = 0; at < slots.length; at++) {
       if (!slots[at]) continue;
@@ -732,14 +732,15 @@ function drawPipeline(place, data) {
       }
     }
   }));
-  const width = data.ticks * w, tall = data.stages * high;
+  for (let tick = 0; tick < data.ticks && head; tick++) cells.push(make("text", { class: "tick", x: (tick + 0.5) * w, y: 10 }, `${tick}`));
+  const width = data.ticks * w, tall = head + data.stages * high;
   const svg = make("svg", { viewBox: `0 0 ${width} ${tall}`, preserveAspectRatio: "none", role: "img", "aria-label": place.dataset.label, style: `height:${tall}px;width:${numbered ? `${width}px` : "100%"}` }, ...cells);
-  const labels = Array.from({ length: data.stages }, (_, k) => make("span", { style: `height:${high}px` }, `stage ${k}`));
+  const labels = [...(head ? [make("span", { style: `height:${head}px;line-height:${head}px` }, "tick")] : []), ...Array.from({ length: data.stages }, (_, k) => make("span", { style: `height:${high}px` }, `stage ${k}`))];
   const kinds = [...new Map(data.loops.map(({ kind: [colour, name] }) => [`p${colour}`, name.replace("recomputed ", "")])), ["idle", "idle"]];
   place.prepend(
     make("div", { class: "slots" }, make("div", { "aria-hidden": "true" }, ...labels),
       make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "slots of the stages at each tick" }, svg)),
-    make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name)), numbered ? make("span", {}, "numbers: microbatches") : null));
+    make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name)), numbered ? make("span", {}, "numbers in slots: microbatches") : null));
   return () => {};
 }
 

@@ -15,7 +15,7 @@ from ..plan.plan import Overlap, Plan
 from ..program.ir import Op, Program, Value
 from ..units import format_seconds
 from .colours import AxisColours
-from .facts import arrivals_text, grouped
+from .facts import arrivals_text, fits, grouped
 from .hints import attention_hint, exchange_hints, memory_hints
 from .tables import prose
 
@@ -77,9 +77,15 @@ class Section:
 
 
 def sections(plan: Plan) -> list[Section]:
-    """The sections of a plan that have lines, in the order of reports."""
+    """The sections of a plan that have lines, in the order of reports; those after :func:`remedies`."""
     every = (redundant(plan), arrivals(plan), overlaps(plan), options(plan), notes(plan))
     return [section for section in every if section.head or section.lines]
+
+
+def remedies(plan: Plan) -> Section:
+    """The edits that save memory; needed where the plan does not fit."""
+    kind = "fix" if fits(plan) is False else "hint"
+    return Section("Less memory", lines=[Line(kind, hint, "green") for hint in memory_hints(plan)])
 
 
 def redundant(plan: Plan) -> Section:
@@ -161,7 +167,7 @@ def _unnamed_places(program: Program, missing: Iterable[tuple[Op, Value, int]]) 
 def notes(plan: Plan) -> Section:
     """Dims that could not be sharded, hints, joined names, rules and axes without effect, unnamed dims."""
     scores = attention_hint(plan)
-    hints = [*memory_hints(plan), *[scores] * bool(scores), *(hint.text(plan) for hint in exchange_hints(plan))]
+    hints = [*[scores] * bool(scores), *(hint.text(plan) for hint in exchange_hints(plan))]
     lines = [
         *(Line("note", note) for note in plan.notes),
         *(Line("hint", hint, "green") for hint in hints),

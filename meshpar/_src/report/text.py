@@ -23,7 +23,7 @@ from . import facts
 from .colours import PALETTE, ROLE_STYLES, AxisColours
 from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
-from .sections import sections
+from .sections import remedies, sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
 from .timeline import step_notes, step_shares
 
@@ -50,7 +50,7 @@ def plan_line(plan: Plan) -> str:
 def plan_renderable(plan: Plan) -> Any:
     """The plan for rich: mesh and layout, a summary, collectives, memory and time, arguments, notes.
 
-    The first line is DOES NOT FIT where the peak exceeds the memory of a device.
+    Where the peak exceeds the memory of a device, the first line is DOES NOT FIT, and the next ones say what to change.
     """
     colours = AxisColours(plan.sizes)
     of = f" of {plan.topology}" * bool(plan.topology)
@@ -58,16 +58,19 @@ def plan_renderable(plan: Plan) -> Any:
     layout, lowering = colours.layout(facts.layout_text(plan)), facts.lowering_text(plan)
     named = {"plan": devices, "inputs": Text(facts.inputs_text(plan)), "layout": layout, "lowering": Text(lowering)}
     head: list[Any] = [hanging([(Text(name, "bold"), text) for name, text in named.items() if text])]
+    too_large, changes = list[Any](), remedies(plan).terminal()
     if facts.fits(plan) is False and plan.chip is not None:
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
         line = f"DOES NOT FIT  each device needs {needs}, and {with_article(plan.chip.name)} has {has}"
-        head.insert(0, Text(line, "bold red"))
+        too_large, changes = [Text(line, "bold red"), *changes], []
     blocks: list[list[Any]] = [
+        too_large,
         [*head, _summary(plan, colours)],
         [collectives_block(plan.collectives, colours, plan.chip is not None, bool(plan.uncounted_loops))],
         pipeline_section(plan),
         _costs(plan),
         [_arguments(plan, colours)],
+        changes,
         *(section.terminal() for section in sections(plan)),
     ]
     lines = [line for block in blocks if block for line in (*block, Text())]
@@ -105,7 +108,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
             limit = Text(f"a search allows {100 * facts.USABLE_FRACTION:.0f} %", FIT_STYLES[fit])
             kinds = joined(limit, *kinds.items)
         rows.append((fit, f"{needs} of {format_memory(capacity)}", memory_bar(memory.peak, capacity), kinds))
-    if time is not None:
+    if time is not None and facts.fits(plan):
         kernels = facts.kernel_seconds(time)
         waits = time.seconds - kernels
         bar = _bar([("█", kernels, "grey62"), ("▒", waits, "red")])
@@ -178,8 +181,9 @@ def _costs(plan: Plan) -> list[Text]:
     notes = filter(None, (facts.largest_text(plan), facts.padding_text(plan), host))
     out += [Text(f"    {note}", "dim") for note in notes]
     if time is not None and chip is not None:
-        takes = f"a step takes {'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
-        on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
+        takes = f"a step {'takes' if facts.fits(plan) else 'that fitted would take'} "
+        takes += f"{'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
+        on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f}\u00a0% of the peak FLOP/s"
         out += [Text.assemble((takes, "bold"), on), *(Text(f"    {note}", "dim") for note in step_notes(plan))]
     if decoding := decoding_of(plan):
         out.append(Text.assemble(("decoding ", "bold"), str(decoding)))

@@ -28,6 +28,8 @@ from . import facts
 FORWARD, BACKWARD, OPTIMIZER = PHASES = ("forward", "backward", "optimizer")
 COMPUTE, LOOP, HOST = "compute", "loop", "host link"
 """Lanes of a timeline; the others are the networks of collectives (:func:`network_of`)."""
+BUBBLE = "pipeline bubble"
+"""Part of a step: the idle slots of its pipelines."""
 MIN_SHARE = 0.02
 """Of the step's time, of the parts that a verdict lists."""
 MAX_EVENTS = 400_000
@@ -108,7 +110,7 @@ def timeline(plan: Plan) -> Timeline | None:
     time = time_of(plan)
     if time is None:
         return None
-    out = _timeline(plan, computation_of(plan))
+    out = timeline_of(plan, computation_of(plan))
     for name, axes, cause, origin, seconds in unscheduled_seconds(plan):
         lane, source = network_of(plan, axes), line_of(origin)
         out.spans.append(Span(lane, name, out.seconds, seconds, OPTIMIZER, axes, "", source, 0.0, cause, seconds))
@@ -143,8 +145,8 @@ def _in_order(plan: Plan, computation: Computation, outermost: int | None = None
             yield from _in_order(plan, body, index)
 
 
-def _timeline(plan: Plan, computation: Computation) -> Timeline:
-    """The timeline of a run of a computation, from its schedule."""
+def timeline_of(plan: Plan, computation: Computation) -> Timeline:
+    """The timeline of a run of a computation, from its schedule; the spans of its transfers are in their order."""
     schedule, times, phases = schedules(plan)[computation], kernel_times(plan), kernel_phases(plan)
     out = Timeline(schedule.seconds)
 
@@ -155,7 +157,7 @@ def _timeline(plan: Plan, computation: Computation) -> Timeline:
     for kernel, begin in zip(schedule.kernels, schedule.starts, strict=True):
         now, phase, source = begin, phases[kernel], line_of(kernel.origin)
         for body in kernel.bodies:
-            inner, trips = _timeline(plan, body), 1 if body.trip_count is None else body.trip_count
+            inner, trips = timeline_of(plan, body), 1 if body.trip_count is None else body.trip_count
             name = plan.loop_name(kernel.step) if isinstance(kernel.step, Loop) else kernel.origin_name
             loop = Span(LOOP, name, now, trips * inner.seconds, phase, source=source, trips=trips, body=inner)
             out.spans += [loop] if loop.seconds else []
@@ -205,7 +207,7 @@ def step_bounds(plan: Plan) -> list[tuple[str, float]]:
     for op in time.ops:
         seconds, bubble = op.seconds * op.count, idle if op.count > 1 else 0.0  # in loops over ticks
         parts[_unit(op)] += seconds * (1 - bubble)
-        parts["pipeline bubble"] += seconds * bubble
+        parts[BUBBLE] += seconds * bubble
     for span, runs in line.walk():
         over = f"exposed communication over {'+'.join(span.axes)}" if span.axes else "copies to and from the host"
         parts[over] += span.exposed * runs

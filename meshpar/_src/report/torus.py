@@ -14,9 +14,9 @@ from .facts import CollectiveGroup, collective_groups
 from .tables import html_picture
 
 TORUS = (
-    "The links of one group of each axis; the wider a line, the more bytes pass its links. A line that leaves the drawing "
-    "returns at the opposite side. Point at a row to see its axes alone, click a chip to see its groups. Bytes of a link are in "
-    "the direction with more of them. The order of the axes of the mesh decides where they run."
+    "The group of the black chip along each axis, and the links of these groups; the wider a line, the more bytes pass its links. "
+    "A line that leaves the drawing returns at the opposite side. Point at a row to see its axes alone, click a chip to see its "
+    "groups. Bytes of a link are in the direction with more of them. The order of the axes of the mesh decides where they run."
 )
 """The content of the section."""
 MIN_SHARE = 0.001

@@ -37,6 +37,7 @@ class Send:
       axes: the mesh axes that it runs over; None: all axes of ``factors``.
       content: (index of an operand, key of its elements that are sent): of two ops with the same operand and content, the second
         one uses the elements that the first one has received. None: it is sent in any case.
+      route, hidden: as of a :class:`program.kernels.KernelSend`.
     """
 
     op: str
@@ -47,6 +48,8 @@ class Send:
     times: int | None = 1
     axes: tuple[str, ...] | None = None
     content: tuple[int, Hashable] | None = None
+    route: str = "next"
+    hidden: float = 0.0
 
 
 def exchange_sends(

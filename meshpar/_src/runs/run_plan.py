@@ -260,7 +260,7 @@ class RunPlan(Document):
         best, cheapest = self.best, self.cheapest
         cost = f", cost {format_count(best.cost.median)}" if best.cost else ""
         shortest, every = map(format_duration, best.save_seconds)
-        save = f"save every {every} (at most {100 * MAX_SAVE_LOSS:.0f} % longer than every {shortest})"
+        save = f"save every {best.save_every:,} steps, {every} (at most {100 * MAX_SAVE_LOSS:.0f} % longer than every {shortest})"
         lines = [f"{best.where}: {best.days.median:,.1f} days{cost}; {save}"] if best.fits else []
         if cheapest is not None and cheapest != best and cheapest.cost:
             lines.append(f"the cheapest is {cheapest.where}: {format_count(cheapest.cost.median)}")

@@ -83,23 +83,24 @@ class Picture:
     def others(self) -> str:
         """The legend of the plans without a letter, with the number of those that are too slow to be drawn."""
         slower = len({*self.plans, *(r.cost for r in self.rows)}) - len(self.points)
-        return "other plans" + f" ({slower} slower ones are not drawn)" * bool(slower)
+        return "other plans" + f" ({slower} slower {'one is' if slower == 1 else 'ones are'} not drawn)" * bool(slower)
 
     @property
     def front(self) -> list[tuple[float, float]]:
         """The corners of the Pareto front as a line."""
-        front = [r.cost for r in self.letters if r in self.shown]
+        front = [r.cost for r in self._front if r in self.shown]
         return [*(at for a, b in itertools.pairwise(front) for at in (a, (b[0], a[1]))), *front[-1:]]
 
     @functools.cached_property
-    def letters(self) -> dict[Row, str]:
-        """Labels A, B, … of the Pareto front, the shortest candidate that fits first."""
-        front = sorted((r for r in self.rows if r.front and r.fits >= self.best.fits), key=lambda r: r.seconds)
-        return {row: chr(ord("A") + k) for k, row in enumerate(front[:26])}
+    def _front(self) -> list[Row]:
+        """The Pareto front, the shortest candidate that fits first."""
+        return sorted((r for r in self.rows if r.front and r.fits >= self.best.fits), key=lambda r: r.seconds)[:26]
 
-    def mark(self, row: Row) -> str:
-        """The label of a candidate: its letter, after ``★`` for the best."""
-        return "★ " * (row == self.best) + self.letters.get(row, "")
+    @property
+    def labels(self) -> dict[Row, str]:
+        """``★``, the best candidate, and A, B, …: the others of the Pareto front."""
+        others = (r for r in self._front if r != self.best)
+        return {self.best: "★"} | {row: chr(ord("A") + k) for k, row in enumerate(others)}
 
     def drawing(self, listed: Collection[Row] = ()) -> str:
         """The plot as SVG: logarithmic axes, a line at the usable memory, the Pareto front connected. The points of the
@@ -121,24 +122,23 @@ class Picture:
         out += [_text(x(v), HEIGHT - BOTTOM + 15, format_seconds(v), "middle") for v in x.ticks()]
         out += [_text(LEFT - 6, y(v) + 4, format_memory(v), "end") for v in y.ticks(5)]
         out.append(_text((LEFT + WIDTH) / 2, HEIGHT - 4, "step time", "middle"))
-        out.append(_text(LEFT + 8, 24, "peak memory of a device", "start"))
-        letters = self.letters
+        out.append(_text(0, 8, "peak memory of a device", "start"))
+        labels = self.labels
         dots = (f'<circle cx="{x(seconds):.1f}" cy="{y(peak):.1f}" r="2"/>' for seconds, peak in self.points)
         out.append(f'<g fill="var(--none)" opacity="0.6">{"".join(dots)}</g>')
         points = " ".join(f"{x(seconds):.1f},{y(peak):.1f}" for seconds, peak in self.front)
         out.append(f'<polyline points="{points}" fill="none" stroke="var(--a0)" stroke-width="1.5"/>')
-        for row in sorted(rows, key=lambda r: (r == self.best, r in letters)):
-            best = row == self.best
-            colour = "var(--a1)" if best else "var(--a0)" if row in letters else "var(--none)"
-            radius = 6 if best else 4.5 if row in letters else 3
+        for row in sorted(rows, key=lambda r: (r == self.best, r in labels)):
+            others = ("var(--a0)", 4.5) if row in labels else ("var(--none)", 3)
+            colour, radius = ("var(--a1)", 6) if row == self.best else others
             title = escape(_tooltip(row))
             link = f'href="#plan-{self.rows.index(row)}"' if row in listed else ""
             out.append(
                 f'<a {link} aria-label="{title}"><circle cx="{x(row.seconds):.1f}" '
                 f'cy="{y(row.peak):.1f}" r="{radius}" fill="{colour}"><title>{title}</title></circle></a>'
             )
-            if row in letters:
-                out.append(_text(x(row.seconds) + 8, y(row.peak) - 6, letters[row], "start", "var(--ink)"))
+            if row in labels:
+                out.append(_text(x(row.seconds) + 8, y(row.peak) - 6, labels[row], "start", "var(--ink)"))
         return "".join(out) + "</svg></div>"
 
     def terminal(self) -> Text:
@@ -164,11 +164,10 @@ class Picture:
                 grid[below][end] = ("┆", "blue")
         for line, column in map(cell_of, self.points):
             grid[line][column] = ("·", "dim")
-        letters = self.letters
+        labels = self.labels
         labelled: set[tuple[int, int]] = set()
-        for row in sorted(rows, key=lambda r: r != self.best):
-            label = "★" if row == self.best else letters.get(row)
-            if label is not None:
+        for row, label in labels.items():
+            if row in rows:
                 line, column = cell = _nearest_free(cell_of(row.cost), labelled)
                 labelled.add(cell)
                 grid[line][column] = (label, "bold" if row == self.best else "blue")
@@ -182,13 +181,10 @@ class Picture:
             text.append("\n")
         text.append(f"{'':>{width}} └{'─' * columns}\n", "dim")
         text.append(f"{'':>{width + 2}}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time\n", "dim")
-        front = [("A┄", "blue"), (" Pareto front  ", "dim")] if letters else []
-        chosen = [
-            ("★", "bold"),
-            (f" {letters[self.best]}" if self.best in letters else "", "blue"),
-            (" chosen  ", "dim"),
-        ]
-        legend = [*chosen, *front, (f"· {self.others}  ", "dim"), ("─", "red"), (" usable memory", "dim")]
+        last = [*labels.values()][-1]
+        front = [("A" + f" … {last}" * (last != "A") + " ┄", "blue"), (" Pareto front  ", "dim")]
+        chosen = [("★", "bold"), (" chosen  ", "dim"), *front[: 2 * (last != "★")]]
+        legend = [*chosen, (f"· {self.others}  ", "dim"), ("─", "red"), (" usable memory", "dim")]
         return text.append_text(Text.assemble(" " * (width + 2), *legend))
 
 

@@ -165,12 +165,12 @@ class Search(Document):
     def _listed(self, most: int) -> list[Row]:
         """The first ``most`` candidates; of the others, each known scheme on its best mesh, and those with a letter in the plot."""
         named = {r.name: r for r in reversed(self.rows) if r.name}
-        letters = self._picture.letters
-        return [r for k, r in enumerate(self.rows) if k < most or named.get(r.name) is r or r in letters]
+        labels = self._picture.labels
+        return [r for k, r in enumerate(self.rows) if k < most or named.get(r.name) is r or r in labels]
 
     def _table(self, rows: Iterable[Row]) -> Table:
         """The table of candidates: time, peak memory, bytes sent, mesh and layout."""
-        cells, styles, ids = [], self._styles, []
+        cells, styles, ids, labels = [], self._styles, [], self._picture.labels
         for row in rows:
             ids.append(f'id="plan-{self.rows.index(row)}"')
             marks = ", ".join(filter(None, [row.variant, row.name, _pipeline(row), row.compiled]))
@@ -185,7 +185,7 @@ class Search(Document):
             sent = number(format_bytes(row.sent), row.sent, css="more")
             mfu = number(f"{100 * row.mfu:.0f} %", row.mfu, css="more")
             choice = Cell(shown.plain, markup=where, terminal=shown)
-            cells.append([Cell(self._picture.mark(row)), seconds, mfu, memory, sent, choice])
+            cells.append([Cell(labels.get(row, "")), seconds, mfu, memory, sent, choice])
         columns = [("", ""), ("step", "n"), ("MFU", "n more"), ("peak", "n"), ("sends", "n more")]
         return Table([*columns, ("mesh, why it is not chosen, layout", "")], cells, attributes=ids)
 
@@ -284,9 +284,10 @@ class Search(Document):
         """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and
         errors."""
         where = f"{self.name} on {self.topology}" if self.name else self.topology
-        head = Text.assemble(("search", "bold"), f"  {where}: {self._count}{self._calibrated}")
+        head = [Text.assemble(("search", "bold"), f"  {where}: {self._count}{self._calibrated}")]
         if not self.fits:
-            head = Text.assemble((f"{self._misfit()}\n", "bold red"), head)
+            fixes = [(Text("fix", "bold"), Text(hint, "green")) for hint in memory_hints(self.plan())]
+            head = [Text(self._misfit(), "bold red"), hanging(fixes), Text(), *head]
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS)
         more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
         lines = {
@@ -308,7 +309,7 @@ class Search(Document):
             len(rows) < len(self.rows)
         )
         texts = [Text(text, "dim") for text in (hidden, self._star, self._idle(rows)) if text]
-        return Group(head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *texts, *notes)
+        return Group(*head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *texts, *notes)
 
     @functools.cached_property
     def larger(self) -> tuple[str, str] | None:
@@ -346,10 +347,7 @@ class Search(Document):
         )
         if self.larger is not None:
             text += f"; this layout fits on {self.larger[0]} with the mesh {self.larger[1]}"
-        text += "".join(f"\nhint  {hint}" for hint in memory_hints(plan))
-        if self.early:
-            text += f"\nthe search ended early ({self.ended}): other layouts may fit"
-        return text
+        return text + f"; the search ended early ({self.ended}): other layouts may fit" * self.early
 
     @property
     def _count(self) -> str:

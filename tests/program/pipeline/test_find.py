@@ -66,9 +66,11 @@ def test_layers_of_nnx_that_are_arguments():
 
         def __call__(self, x):
             scan = nnx.scan(
-                lambda layer, x: x + jnp.tanh(layer(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry,
+                lambda layer, x: x + jnp.tanh(layer(x)),
+                in_axes=(0, nnx.Carry),
+                out_axes=nnx.Carry,
                 transform_metadata=stacked,
-            )  # fmt: skip
+            )
             return scan(self.layers, x)
 
     def step(model, x):

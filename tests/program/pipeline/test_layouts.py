@@ -107,9 +107,12 @@ def test_the_compiled_step_runs_as_many_layers_as_the_schedule_has_slots(schedul
 
     args = {"w": np.ones((layers, 16, 16), np.float32)}, np.ones((16, 16), np.float32)
     run = mp.jit(
-        step, mesh=f"stage={stages}, data=2, idle={4 // stages}", layout=f"batch: data; layers: stage*{rounds}",
-        dims={"params/w": "layers _ embed", "x": "batch embed"}, schedule=schedule,
-    )  # fmt: skip
+        step,
+        mesh=f"stage={stages}, data=2, idle={4 // stages}",
+        layout=f"batch: data; layers: stage*{rounds}",
+        dims={"params/w": "layers _ embed", "x": "batch embed"},
+        schedule=schedule,
+    )
     module = parse(run.lower(*args).compile().as_text())
     counts = [r.count for r in walk(module, len) if r.instruction.opcode == "tanh"]
     assert sum(counts) == (rounds * microbatches + stages - 1) * layers // (rounds * stages)

@@ -25,10 +25,13 @@ def float64():
 def arguments():
     r = np.random.default_rng(0)
     params = {
-        "embed": r.normal(size=(VOCAB, EMBED)), "up": r.normal(size=(LAYERS, EMBED, MLP)) / 4,
-        "down": r.normal(size=(LAYERS, MLP, EMBED)) / 6, "head": r.normal(size=(EMBED, VOCAB)) / 4,
-        "shared": r.normal(size=(EMBED, EMBED)) / 4, "cross": r.normal(size=(LAYERS // 2, EMBED, EMBED)) / 4,
-    }  # fmt: skip
+        "embed": r.normal(size=(VOCAB, EMBED)),
+        "up": r.normal(size=(LAYERS, EMBED, MLP)) / 4,
+        "down": r.normal(size=(LAYERS, MLP, EMBED)) / 6,
+        "head": r.normal(size=(EMBED, VOCAB)) / 4,
+        "shared": r.normal(size=(EMBED, EMBED)) / 4,
+        "cross": r.normal(size=(LAYERS // 2, EMBED, EMBED)) / 4,
+    }
     return params, {name: r.integers(0, VOCAB, (16, 8)) for name in ("x", "y")}
 
 

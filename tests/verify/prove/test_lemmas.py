@@ -201,14 +201,20 @@ CASES = {
 WRONG = {
     "rows of a table": [lambda x: rows_of(x, 1)],
     "argmax": [
-        lambda x: best(x, jnp.argmin), lambda x: best(x, shift=1), lambda x: jnp.argmax(x, 1),
+        lambda x: best(x, jnp.argmin),
+        lambda x: best(x, shift=1),
+        lambda x: jnp.argmax(x, 1),
         lambda x: jnp.argmax(gather(jnp.max(x, 1, keepdims=True), axis=1), 1),
-        lambda x: best(x, of=gather(x, axis=1)), lambda x: best(x, of=send(x, [*UP, (3, 0)])),
+        lambda x: best(x, of=gather(x, axis=1)),
+        lambda x: best(x, of=send(x, [*UP, (3, 0)])),
     ],
     "halo": [
-        lambda x, w: conv(window(x, DOWN, UP), w, padding=((0, 0),)), lambda x, w: conv(x, w),
-        lambda x, w: conv(window(x, [*UP, (3, 0)]), w, padding=((0, 0),)), lambda x, w: conv(window(x)[:, ::-1], w, 1, ((0, 0),)),
-        lambda x, w: conv(window(x, n=2)[:, :-2], w, padding=((0, 0),)), lambda x, w: conv(window(x) + 1, w, padding=((0, 0),)),
+        lambda x, w: conv(window(x, DOWN, UP), w, padding=((0, 0),)),
+        lambda x, w: conv(x, w),
+        lambda x, w: conv(window(x, [*UP, (3, 0)]), w, padding=((0, 0),)),
+        lambda x, w: conv(window(x)[:, ::-1], w, 1, ((0, 0),)),
+        lambda x, w: conv(window(x, n=2)[:, :-2], w, padding=((0, 0),)),
+        lambda x, w: conv(window(x) + 1, w, padding=((0, 0),)),
     ],
     "halo of a stride": [lambda x, w: conv(window(x)[:, 1:], w, 2, ((0, 0),))],
     "dilated window": [lambda x, w: dilated(x, w, 1), lambda x, w: dilated(x, w, np.array([0, 0, 0, 1], np.int32))],
@@ -216,19 +222,28 @@ WRONG = {
         lambda x, g: jax.vjp(lambda w: conv(window(x), w, padding=((0, 0),)), jnp.zeros((3, 3, 4)))[1](g)[0],
         lambda x, g: psum(jax.vjp(lambda w: conv(x, w), jnp.zeros((3, 3, 4)))[1](g)[0]),
     ],
-    "pooling": [lambda x: pool_of_window(x, 0.0), lambda x: pool_of_window(x, first=0), lambda x: pool(window(x), ((0, 0),) * 3)],
+    "pooling": [
+        lambda x: pool_of_window(x, 0.0),
+        lambda x: pool_of_window(x, first=0),
+        lambda x: pool(window(x), ((0, 0),) * 3),
+    ],
     "ring of a sum": [
-        lambda x, w: broken_ring(x, w, 3), lambda x, w: broken_ring(x, w, 5), lambda x, w: broken_ring(x, w, shift=1),
+        lambda x, w: broken_ring(x, w, 3),
+        lambda x, w: broken_ring(x, w, 5),
+        lambda x, w: broken_ring(x, w, shift=1),
         lambda x, w: broken_ring(x, w, twice=True),
     ],
     "ring of a scatter": [lambda x, w, y, v: scattered(x, w, y, v * 2), lambda x, w, y, v: scattered(x, w, x, w)],
-    "slots of a cache": [lambda x, new: written_to(x, new, 1), lambda x, new: written_to(x, new, np.arange(4, dtype=np.int32))],
+    "slots of a cache": [
+        lambda x, new: written_to(x, new, 1),
+        lambda x, new: written_to(x, new, np.arange(4, dtype=np.int32)),
+    ],
     "random bits": [lambda x: bits_of(x, 1), lambda x: bits_of(x, 0)],
     "block": [lambda x: jnp.exp(x)[:2]],
     "iota": [lambda x: x * jnp.arange(2).astype(jnp.float32)[:, None]],
     "maximum": [lambda x: jnp.max(x, 0), lambda x: psum(jnp.max(x, 0)), lambda x: -lax.pmax(-jnp.max(x, 0), "data")],
     "contraction": [lambda x, w: lax.pmax(x @ w, "data"), lambda x, w: x @ w, lambda x, w: psum(x @ w) * 2],
-}  # fmt: skip
+}
 """Local forms that compute something else."""
 
 

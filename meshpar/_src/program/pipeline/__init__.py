@@ -76,7 +76,7 @@ class Pipeline:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the layers' time in which a stage is idle."""
+        """The fraction of the slots of a stage, and so of the layers' time, in which it is idle."""
         return float(self.schedule.bubble)
 
     @property

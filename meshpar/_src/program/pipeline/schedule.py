@@ -120,13 +120,17 @@ class Schedule:
         return self.starts[-1] + self.slots(self.loops - 1)
 
     @property
+    def all_slots(self) -> int:
+        """Slots of a stage in all loops, idle ones included."""
+        return sum(map(self.slots, range(self.loops)))
+
+    @property
     def bubble(self) -> Fraction:
         """Fraction of the slots of a stage that are idle: (K − 1) / (v·M + K − 1).
 
         With loops for the forward pass, input gradients and weight gradients: 2·(K − 1) / (3·v·M + 2·(K − 1)).
         """
-        slots = [self.slots(i) for i in range(self.loops)]
-        return Fraction(sum(slots) - self.loops * self.rounds * self.microbatches, sum(slots))
+        return Fraction(self.all_slots - self.loops * self.rounds * self.microbatches, self.all_slots)
 
     @property
     def in_flight(self) -> Fraction:

@@ -14,9 +14,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ...compat.jax import jaxprs_in
+from ...compat.jax import aval_of, jaxprs_in
 from .lemmas import LOCAL_FORM
-from .relation import Spec, aval_of
+from .relation import Spec
 
 KINDS = {
     "psum": "all-reduce", "psum_invariant": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",

@@ -7,8 +7,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from ...compat.jax import aval_of
 from .pieces import Pieces
-from .relation import Context, Rel, Unverified, aval_of, require
+from .relation import Context, Rel, Unverified, require
 from .term import Term, is_zero
 
 Labels = Sequence[Sequence[Hashable]]

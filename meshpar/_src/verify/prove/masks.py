@@ -125,7 +125,7 @@ def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) 
 
 
 def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:
-    """The relation of an elementwise result to a value that does not depend on coordinates, or a simpler one, by a law."""
+    """The relation of an elementwise result to a value that does not depend on coordinates, or a simpler one by a law."""
     for law in (global_iota, masked, index_in_range):
         try:
             found = law(ctx, rel, operands) if rel.term.axes or law is index_in_range else None

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ...compat.jax import aval_of
 from .term import Term, Terms
 
 Spec = tuple[tuple[str, ...], ...]
@@ -173,11 +174,6 @@ def require(condition: bool, reason: str, refused: bool = False) -> None:
     """Raise if a lemma does not apply."""
     if not condition:
         raise Unverified(reason, refused)
-
-
-def aval_of(var: Any) -> Any:
-    """The shape and dtype of a variable."""
-    return var.aval
 
 
 def out_shape(eqn: JaxprEqn) -> tuple[int, ...]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import jax
 
 from .relation import Cause
 
@@ -44,7 +46,8 @@ class Proof:
     Attributes:
       results: one for each array that the function returns.
       ops: family of lemmas → number of equations of the per-device program that its lemmas prove.
-      failed: cause → number of equations without a relation to a global value; 0 for the cause of a result that is another value.
+      failed: cause → number of equations without a relation to a global value; 0 for a cause that is no equation's: all have one,
+        and a result is still not that of the function.
       unreached: number of equations that read their results.
       kernels: name → number of calls of kernels, whose local form is assumed to compute their rule.
       seconds: CPU time.
@@ -62,6 +65,27 @@ class Proof:
     seconds: float
     claims: int | None = None
     planned: Proof | None = None
+
+    @staticmethod
+    def of(fn: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Proof:
+        """The proof that a program with a ``jax.shard_map`` of your own computes what a function does.
+
+        Args:
+          fn: the function, of global arrays.
+          program: of the same arguments; its ``shard_map`` is what every device runs.
+          *args: arrays or ``jax.ShapeDtypeStruct``.
+
+        Example:
+          >>> import jax, meshpar as mp
+          >>> from jax.sharding import PartitionSpec as P
+          >>> local = lambda x: jax.lax.psum(x.sum(), "data")
+          >>> own = jax.shard_map(local, mesh=mp.mesh("data=8"), in_specs=P("data"), out_specs=P())
+          >>> mp.types.Proof.of(lambda x: x.sum(), own, jax.ShapeDtypeStruct((64,), "float32")).status
+          'proven'
+        """
+        from .walk import prove_program  # which makes proofs
+
+        return prove_program(jax.make_jaxpr(fn)(*args), jax.make_jaxpr(program)(*args))
 
     @property
     def proven(self) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ...compat.jax import axes_of_spec, scan_counts, source_line, without_dead_code
+from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
 from . import loops
 from .claims import Claims, differences
 from .laws import act, axes_text, not_partial, partial_of
@@ -18,7 +18,7 @@ from .lemmas import LOCAL_FORM, family_of, lemma_of
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
 from .pieces import OF_PIECES, has_pieces
-from .relation import Cause, Context, Known, Rel, Spec, Unverified, aval_of, mapped, require
+from .relation import Cause, Context, Known, Rel, Spec, Unverified, mapped, require
 from .report import Proof, Result
 from .term import Terms
 
@@ -60,18 +60,11 @@ class Walk:
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Known]) -> list[Known]:
         """The relations of the results of a jaxpr, from the relations of its arguments."""
-        env: dict[Any, Known] = dict(zip(jaxpr.invars, args, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.ctx.replicated(self.ctx.terms.array(const), getattr(const, "shape", ()))
-
-        def read(var: Any) -> Known:
-            if isinstance(var, Literal):
-                return self.ctx.replicated(self.ctx.terms.literal(var.val, aval_of(var).dtype), ())
-            return env[var]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.equation(eqn, [read(v) for v in eqn.invars]), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        terms, replicated = self.ctx.terms, self.ctx.replicated
+        known = [replicated(terms.array(c), getattr(c, "shape", ())) for c in consts]
+        return interpret(
+            jaxpr, known, args, self.equation, lambda x: replicated(terms.literal(x.val, aval_of(x).dtype), ())
+        )
 
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""

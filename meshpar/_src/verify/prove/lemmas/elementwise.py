@@ -82,7 +82,7 @@ def linear(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     contraction are the one over all of them (:func:`pieces.added`)."""
     if eqn.primitive.name != "sub":
         for x, y in (rels, rels[::-1]):
-            if is_zero(x.term) and (y.term.axes | y.partial or has_pieces(y)):
+            if is_zero(x.term) and y.shape == out_shape(eqn) and (y.term.axes | y.partial or has_pieces(y)):
                 return [y]
         both = added(ctx, *rels)
         if both is not None:

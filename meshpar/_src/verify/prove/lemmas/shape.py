@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ....compat.jax import aval_of
 from ..laws import act, partial_of
 from ..pieces import padded, picked, side_by_side
-from ..relation import Context, Rel, aval_of, out_dtype, out_shape, require
+from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
 
 
