@@ -136,7 +136,8 @@ def fuzz(count: int, seed: str, minutes: float) -> None:
             found["no per-device program"] += 1
             continue
         try:
-            proof = plan.prove()
+            with run.CONTEXTS[case.calls[0].context]():
+                proof = plan.prove()
         except Exception as e:
             found[f"the checker fails: {type(e).__name__}"] += 1
             print(f"case {k}: {e!r}"[:600], file=sys.stderr, flush=True)

@@ -86,6 +86,12 @@ def joined(ctx: Context, *axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(a for a in ctx.sizes if a in every)
 
 
+def on_all(ctx: Context, values: np.ndarray, axes: Sequence[str], every: Sequence[str]) -> np.ndarray:
+    """Rows for devices along ``axes`` as rows for devices along ``every``, which has these axes."""
+    index = np.broadcast_to(np.asarray(ctx.linear(axes, ctx.coordinates(every))), (ctx.size(every),))
+    return values[index] if axes else values
+
+
 def table_of(ctx: Context, x: Rel, d: int, axes: Sequence[str], at: np.ndarray | None = None) -> np.ndarray:
     """The table of a dim, for devices along axes among which are its own; ``at``: of elements at these positions of each device."""
     entry, devices = x.spec[d], ctx.size(axes)
@@ -151,15 +157,17 @@ def made(
     return replace(x, term=term, shape=shape, spec=(*x.spec[:d], cast(Any, spec), *x.spec[d + 1 :]))
 
 
-def picked(ctx: Context, x: Rel, d: int, at: np.ndarray, axes: Iterable[str] = ()) -> Rel:
+def picked(ctx: Context, x: Rel, d: int, at: np.ndarray, axes: Sequence[str] = ()) -> Rel:
     """The elements at positions of each device along axes."""
-    axes = joined(ctx, axes, x.spec[d])
-    return made(ctx, x, d, axes, table_of(ctx, x, d, axes, at), *filling(None, d, x))
+    every = joined(ctx, axes, x.spec[d])
+    at = on_all(ctx, at, axes, every)
+    return made(ctx, x, d, every, table_of(ctx, x, d, every, at), *filling(None, d, x))
 
 
 def updated(ctx: Context, x: Rel, update: Rel, d: int, starts: np.ndarray, axes: Sequence[str]) -> Rel:
     """``x``, a constant or pieces of the same array, with an update from a position of each device on."""
-    axes, value = joined(ctx, axes, x.spec[d], update.spec[d]), constant_of(x)
+    every, value = joined(ctx, axes, x.spec[d], update.spec[d]), constant_of(x)
+    starts, axes = on_all(ctx, starts, axes, every), every
     update = ctx.expanded(update, [d])
     require(value is not None or besides(x, d) == besides(update, d), "an update of another array")
     table = np.full((ctx.size(axes), x.shape[d], 2), -1) if value is not None else table_of(ctx, x, d, axes).copy()
@@ -201,7 +209,7 @@ def masked_pieces(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple[st
     """``x`` where the mask ``keep[devices along axes, elements]`` is true, else a number, as all elements outside of the array."""
     every = joined(ctx, axes, x.spec[d])
     table = table_of(ctx, x, d, every)
-    keep = keep[np.broadcast_to(np.asarray(ctx.linear(axes, ctx.coordinates(every))), (len(table),))]
+    keep = on_all(ctx, keep, axes, every)
     inside = filling(None, d, x)[1] is None and not (keep & (table[..., 0] < 0)).any()
     require(inside, "a choice of elements outside of the array, or of incomplete sums")
     return made(ctx, x, d, every, np.where(keep[..., None], table, -1), value)
@@ -243,7 +251,7 @@ def summed_blocks(
     d = (own or free)[0]
     every = joined(ctx, axes, result.spec[d])
     table = table_of(ctx, result, d, every).copy()
-    table[..., 1] &= bits[np.broadcast_to(np.asarray(ctx.linear(axes, ctx.coordinates(every))), (len(table),))][:, None]
+    table[..., 1] &= on_all(ctx, bits, axes, every)[:, None]
     return made(ctx, result, d, every, table, origin=origin)
 
 
