@@ -154,7 +154,7 @@ class Walk:
             if r.term.shape[d] != 1 and have != want:
                 refused = f"dim {d} of result {k} is sharded over {axes_text(have)}; its spec says {axes_text(want)}"
         if refused:
-            return self.unknown(eqn, refused, True, [r])
+            return self.unknown(eqn, refused, not has_pieces(r), [r])
         if r.term.axes:
             return self.unknown(eqn, f"result {k} may depend on the device")
         return self.ctx.replicated(r.term, tuple(aval_of(eqn.outvars[k]).shape))

@@ -30,21 +30,22 @@ DROPPED = frozenset(("sharding", "out_sharding", "weak_type", "new_dtype"))
 
 
 def elementwise(*primitives: str) -> Callable[[Lemma], Lemma]:
-    """Register a lemma of operands that all have the shape of the result: a scalar is constant along all its dims."""
+    """Register a lemma of operands with the shape of the result: scalars and dims of size 1 are constant along its dims."""
 
     def register(fn: Lemma) -> Lemma:
         @functools.wraps(fn)
         def lifted(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             shape = out_shape(eqn)
             ones, axes = (1,) * len(shape), ((),) * len(shape)
-            return fn(
-                ctx,
-                eqn,
-                [
-                    r if r.shape else replace(r, term=ctx.terms.reshape(r.term, ones), shape=shape, spec=axes)
-                    for r in rels
-                ],
-            )
+
+            def spread(r: Rel) -> Rel:
+                if not r.shape:
+                    return replace(r, term=ctx.terms.reshape(r.term, ones), shape=shape, spec=axes)
+                fits = all(n == m or n == size == 1 for n, m, size in zip(r.shape, shape, r.term.shape, strict=True))
+                require(fits, f"{eqn.primitive.name} of a block of one element")
+                return replace(r, shape=shape)
+
+            return fn(ctx, eqn, [spread(r) for r in rels])
 
         return lemma(*primitives)(lifted)
 
