@@ -1,5 +1,6 @@
 """The drawing of a layer: its parts, the dims of the arrays between them, and the collectives of the loop's body."""
 
+import functools
 from collections import Counter
 
 import jax
@@ -92,34 +93,99 @@ def test_parts_of_plain_jax_have_the_dims_of_their_matmuls(nodes_of):
     assert names == ["embed → mlp", "mlp → embed"]
 
 
-def test_a_layer_of_nnx_modules_has_their_names(nodes_of):
-    class NnxBlock(nnx.Module):
-        def __init__(self, rngs):
-            self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
+class NnxBlock(nnx.Module):
+    """Attention of which keys and values share a weight, and a gated MLP, each with a norm before it and added to its input."""
 
-        def __call__(self, x):
-            return x + self.down(jnp.tanh(self.up(x)))
+    def __init__(self, rngs):
+        linear = functools.partial(nnx.Linear, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+        self.norm1, self.norm2 = nnx.RMSNorm(32, rngs=rngs), nnx.RMSNorm(32, rngs=rngs)
+        self.wq, self.wkv, self.wo = linear(32, 32), linear(32, 32), linear(32, 32, use_bias=True)
+        self.w1, self.w3, self.w2 = linear(32, 64), linear(32, 64), linear(64, 32)
 
-    class NnxModel(nnx.Module):
-        def __init__(self, rngs):
-            self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+    def __call__(self, x):
+        h = self.norm1(x)
+        q, kv = self.wq(h).reshape(*x.shape[:2], 4, 8), self.wkv(h).reshape(*x.shape[:2], 4, 8)
+        k, v = jnp.split(kv, 2, axis=2)
+        angles = jnp.arange(x.shape[1])[:, None, None] * jnp.ones(8)
+        o = jax.nn.dot_product_attention(q * jnp.cos(angles).astype(q.dtype), k, v, is_causal=True)
+        x = x + self.wo(o.reshape(x.shape))
+        h = self.norm2(x)
+        return x + self.w2(nnx.silu(self.w1(h)) * self.w3(h))
 
-        def __call__(self, x):
-            return self.blocks[1](self.blocks[0](x))
 
-    model = NnxModel(nnx.Rngs(0))
+class NnxModel(nnx.Module):
+    """Rematerialized blocks between an embedding and a head, unrolled or in a scan."""
 
-    def step(model, x):
-        return nnx.grad(lambda m: jnp.mean(m(x) ** 2))(model)
+    def __init__(self, rngs, scan):
+        self.tokens = nnx.Embed(128, 32, dtype=jnp.bfloat16, rngs=rngs)
+        if scan:
+            self.blocks = nnx.vmap(NnxBlock, in_axes=0, out_axes=0)(rngs.split(3))
+        else:
+            self.blocks = nnx.List([NnxBlock(rngs) for _ in range(3)])
+        self.head = nnx.Linear(32, 128, use_bias=False, rngs=rngs)
 
-    dims = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed", "x": "batch embed"}
-    x = jax.ShapeDtypeStruct((16, 32), jnp.float32)
-    plan = mp.plan(
-        step, model, x, dims=dims, mesh="data=4, model=4", topology="v5e:4x4", layout="batch: data; mlp: model"
-    )
-    nodes = [n for n in nodes_of(plan) if n["part"] and not (n["gates"] and not n["weights"])]
-    assert [n["name"] for n in nodes][:2] == ["up", "down"]
-    assert nodes[0]["about"].startswith("blocks/0/up\n")
+    def __call__(self, tokens):
+        x, block = self.tokens(tokens), nnx.remat(lambda block, x: block(x))
+        if isinstance(self.blocks, NnxBlock):
+            return self.head(
+                nnx.scan(lambda x, b: block(b, x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+            )
+        for b in self.blocks:
+            x = block(b, x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_layer_of_nnx_modules_begins_and_ends_at_the_residual_stream(nodes_of, scan):
+    model = nnx.eval_shape(lambda: NnxModel(nnx.Rngs(0), scan))
+
+    def step(model, tokens):
+        return nnx.grad(lambda model: jnp.mean(model(tokens) ** 2))(model)
+
+    dims = {"*/w[q1]/kernel": "layers embed _" if scan else "embed _", "tokens": "batch seq"}
+    tokens = jax.ShapeDtypeStruct((16, 8), jnp.int32)
+    plan = mp.plan(step, model, tokens, dims=dims, mesh="data=4", topology="v5e:2x2", layout="batch: data; embed: data")
+    nodes = nodes_of(plan)
+    names = [n["name"] for n in nodes]
+    assert [(n["name"], [names[k] for k, _ in n["sources"]]) for n in nodes[1:]] == [
+        ("norm1", [""]),
+        ("wq", ["norm1"]),
+        ("wkv", ["norm1"]),
+        ("attention", ["wq", "wkv"]),
+        ("wo", ["attention"]),
+        ("add", ["", "wo"]),
+        ("norm2", ["add"]),
+        ("w1", ["norm2"]),
+        ("w3", ["norm2"]),
+        ("mul", ["w1", "w3"]),
+        ("w2", ["mul"]),
+        ("add", ["add", "w2"]),
+    ]
+    assert nodes[-1]["sources"][0][0] == names.index("add")
+    assert {words(dims) for n in nodes for k, dims in n["sources"] if k == 0} == {"batch:data seq embed"}
+    gathered = {n["name"]: [g["text"] for w in n["weights"] for g in w["gates"]] for n in nodes if n["weights"]}
+    once = {name: ["all-gather"] for name in names if name.startswith(("norm", "w"))}
+    assert gathered == {**once, "wo": ["all-gather"] * 2}  # its kernel and its bias
+    assert nodes[2]["about"].startswith("blocks/wq\n" if scan else "blocks/0/wq\n")
+    assert all(n["time"] not in ("", "fused") for n in nodes if n["name"].startswith("w"))
+
+
+@pytest.mark.parametrize(
+    ("scope", "reason"),
+    [
+        ("net", "the program has no loop over layers, and no modules with numbers in their paths"),
+        ("net/layer0", "no module with a number in its path has one activation as its input and one of the same shape"),
+    ],
+)
+def test_without_a_layer_of_one_input_and_output_the_page_says_why_none_is_drawn(nodes_of, page, scope, reason):
+    def loss(w, x):
+        with jax.named_scope(scope):
+            x = x @ w["up"]
+        return jnp.sum(x @ w["head"])  # the layer has an output of another shape
+
+    w, x = {"up": jnp.ones((32, 64)), "head": jnp.ones((64, 16))}, jnp.ones((16, 32))
+    assert nodes_of(mp.plan(jax.grad(loss), w, x, mesh="data=4", layout="batch: data", dims={"x": "batch embed"})) == []
+    assert f"No layer is drawn: {reason}" in page.locator("#layer").inner_text()
 
 
 def test_a_program_without_matmuls_has_no_drawing(nodes_of):

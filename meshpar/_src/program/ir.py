@@ -143,8 +143,7 @@ class Op:
         scopes = "/".join(filter(None, ("" if parent is None else parent.module, module_of(self.eqn))))
         if scopes or not self.primitive.matmul:
             return scopes
-        paths = (_argument_of(v, self.frame).split("/")[1:-1] for v in self.ins if v is not None)
-        return next(filter(None, ("/".join(part for part in path if part != "params") for path in paths)), "")
+        return next(filter(None, (module_of_argument(v, self.frame) for v in self.ins if v is not None)), "")
 
     @property
     def package_line(self) -> str:
@@ -241,6 +240,11 @@ class Frame:
             for frame in op.frames:
                 yield from frame.walk_counted(count * (1 if frame.trip_count is None else frame.trip_count))
             yield op, count
+
+
+def module_of_argument(value: Value, frame: Frame) -> str:
+    """The path of the module that has an argument: ``blocks/0/up`` of ``model/blocks/0/up/kernel``; "" without one."""
+    return "/".join(part for part in _argument_of(value, frame).split("/")[1:-1] if part != "params")
 
 
 def _argument_of(value: Value, frame: Frame) -> str:

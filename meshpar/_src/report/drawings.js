@@ -171,10 +171,12 @@ function drawTorus(picture, { extent, rings, rows, timed }) {
 }
 
 /** The nodes of a layer in order: its input, parts of the model, and collectives between them; each with the dims of the arrays that it reads.
- *  The ops of a module are one part, unless a node between them would read and feed it; without modules each matmul begins a part. */
+ *  The ops of a module are one part, unless a node between them would read and feed it. An op without a path that reads a weight is of the weight's
+ *  module; one that does not is in the part that it reads, and begins a part if it reads several. Without modules each matmul of a weight begins a part. */
 function layerNodes({ inputs, weights, steps, dims }) {
   const start = { path: "", ops: [], sends: [], weights: new Map(), sources: new Map() }, nodes = [start];
-  const made = new Map(inputs.map((shard) => [shard, start])), stored = new Map(weights.map((shard) => [shard, { shard, sends: [] }]));
+  const made = new Map(inputs.map((shard) => [shard, start])), stored = new Map(weights.map(([shard, path]) => [shard, { shard, path, sends: [] }]));
+  const stream = new Set(inputs), sums = new Set(); // the residual stream, and its sums
   const add = (node) => { nodes.push(node); return node; };
   const after = (node, other) => [...node.sources.keys()].some((source) => source === other || after(source, other));
   const read = (node, shards) => shards.forEach((shard) => {
@@ -188,15 +190,29 @@ function layerNodes({ inputs, weights, steps, dims }) {
     if (step.moves ? !step.sends.length : !step.op) {
       step.makes.forEach((shard, k) => {
         if (made.has(step.reads[k])) made.set(shard, made.get(step.reads[k]));
+        if (stream.has(step.reads[k])) stream.add(shard);
         if (stored.has(step.reads[k])) stored.set(shard, stored.get(step.reads[k]));
       });
     } else if (!active.length) { // a weight, or a value computed from it alone
-      step.makes.forEach((shard) => stored.set(shard, { shard: kept.shard, sends: [...kept.sends, ...step.sends] }));
+      step.makes.forEach((shard) => stored.set(shard, { ...kept, sends: [...kept.sends, ...step.sends] }));
     } else {
-      const sources = new Set(active.map((shard) => made.get(shard)));
-      let node = step.moves ? null : nodes.filter((one) => one.ops.length && (!step.path || one.path === step.path)).at(-1);
-      if (!node || [...sources].some((source) => source !== node && after(source, node)) || (!step.moves && !step.path && (step.matmul || !sources.has(node))))
-        node = add({ path: step.path ?? "", ops: [], sends: [], weights: new Map(), sources: new Map() });
+      const sources = new Set(active.map((shard) => made.get(shard))), path = step.path || (kept?.path ?? "");
+      const is = (one) => one.ops.length && !sums.has(one), carried = active.every((shard) => stream.has(shard));
+      const ends = [...sources].filter((one) => ![...sources].some((other) => other !== one && after(other, one)));
+      const sum = !step.moves && !step.path && step.op === "add" && active.length === 2 && active.some((shard) => stream.has(shard));
+      if (!step.moves && !path && !step.sends.length && sources.size === 1 && !is(ends[0]) && /^(convert_element_type|name|reshape)\b/.test(step.op)) { // the same array
+        step.makes.forEach((shard) => { made.set(shard, ends[0]); if (carried) stream.add(shard); });
+        continue;
+      }
+      let node = null;
+      if (path) {
+        node = nodes.filter((one) => one.path === path).at(-1);
+        if (!node && !step.path && ends.length === 1 && is(ends[0]) && !ends[0].path && !ends[0].ops.some((op) => op.matmul)) (node = ends[0]).path = path; // a norm up to its scale
+      } else if (!step.moves && !sum && !(step.matmul && kept)) {
+        node = ends.length === 1 && is(ends[0]) ? ends[0] : carried ? nodes.find((one) => is(one) && !one.path && one.sources.size === sources.size && [...sources].every((source) => one.sources.has(source))) : null;
+      }
+      if (!node || [...sources].some((source) => source !== node && after(source, node))) node = add({ path, ops: [], sends: [], weights: new Map(), sources: new Map() });
+      if (sum) { sums.add(node); step.makes.forEach((shard) => stream.add(shard)); }
       if (!step.moves) node.ops.push(step);
       node.sends.push(...step.sends);
       read(node, step.moves ? active : step.reads);
@@ -211,13 +227,14 @@ function layerNodes({ inputs, weights, steps, dims }) {
     const waits = exposed == null ? "" : exposed < 0.01 * seconds ? ", hidden" : `, ${secondsText(exposed)} of it exposed`;
     return { text: op, colour, axes, bytes, hidden: exposed != null && exposed < 0.5 * seconds, waits, why, cost: bytesText(bytes) + (seconds ? `, ${secondsText(seconds)}` : "") };
   };
+  const attends = ({ path, ops }) => !path && ops.filter((op) => op.matmul).length > 1 && ops.some(({ op }) => op === "exp");
   const timed = steps.some((step) => step.seconds);
   const nameOf = (path) => (path.slice(-2).join("/").length < 16 ? path.slice(-2).join("/") : path.at(-1)); // as wide as a box
   return shown.map((node) => {
     const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
     const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
     return {
-      name: (node.ops.length && (common < 0 ? "" : nameOf(path.slice(common)))) || (!node.path && (main?.op !== "add" || node.weights.size) && main?.title) || main?.op || "", part: node.ops.length > 0,
+      name: (node.ops.length && (common < 0 ? "" : nameOf(path.slice(common)))) || (attends(node) && "attention") || (!node.path && (paths.length ? main?.matmul : main?.op !== "add" || node.weights.size) && main?.title) || main?.op || "", part: node.ops.length > 0,
       about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : timed && node.ops.length ? "fused" : "", gates: node.sends.map(gate),
       weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
       sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import product, takewhile
+
+import jax.numpy as jnp
 
 from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
 from ..cost.schedule import schedules
 from ..plan.plan import Plan
 from ..plan.steps import Barrier, Body, Constant, Loop, Run, Shard, ShardingChange, Step
-from ..program.ir import Op
+from ..program.ir import Op, module_of_argument
 from .colours import AxisColours
 from .facts import kernels_of
 from .tables import html_picture
@@ -24,25 +27,42 @@ LAYER = (
 """The content of the section."""
 MAX_STEPS = 400
 """Of a layer that is drawn."""
+Layer = tuple[Body, Sequence[Step], dict[Shard, str], Sequence[Shard]]
+"""(body, steps, the weights with the paths of their modules, inputs)."""
 
 
-def layer_of(plan: Plan) -> tuple[Body, Sequence[Step], Sequence[Shard]] | None:
-    """(body, steps, weights) of the first loop whose own steps have a matmul; without one, the steps of the program's first layer,
-    or all. The weights are the arrays that the loop slices, or the parameters of the program. None: there is no matmul."""
+def layer_of(plan: Plan) -> Layer | str:
+    """The first loop whose own steps have a matmul; without one, the first module with a number in its path that
+    has one activation as its input and one of the same shape as its output. Without one, the reason; "": no matmul."""
     for loop in plan.body.loops:
-        if (loop.body.trip_count or 1) > 1 and any(map(_is_matmul, loop.body.with_calls)):
-            return loop.body, loop.body.with_calls, loop.body.inputs[len(loop.inits) :]
-    steps, weights = plan.body.with_calls, [s for s in plan.body.inputs if s.value.kind == "params"]
-    modules = [step.op.module if step.op else "" for step in steps]
-    layers = [m[0] if (m := re.match(r"[^/]*/(?:.*?/)??[^/]*?\d+(?=/|$)", module)) else "" for module in modules]
-    matmuls = [layer for layer, step in zip(layers, steps, strict=True) if _is_matmul(step)]
-    first = next(filter(None, matmuls), "")
-    begin = layers.index(first)
-    end = next((k for k, layer in enumerate(layers) if k > begin and layer and layer != first), len(steps))
-    own = [
-        s for s, name in zip(steps[begin:end], modules[begin:end], strict=True) if name.startswith(first) or not name
-    ]
-    return (plan.body, own, weights) if matmuls else None
+        if ((body := loop.body).trip_count or 1) > 1 and any(map(_is_matmul, body.with_calls)):
+            weights = {s: module_of_argument(s.value, loop.op.frames[-1]) for s in body.inputs[len(loop.inits) :]}
+            return body, body.with_calls, weights, [s for s in body.inputs if s not in weights]
+    weights = {s: module_of_argument(s.value, plan.program.root) for s in plan.body.inputs if s.value.kind == "params"}
+    steps = [*takewhile(lambda step: not step.op or step.op.derivative_pass != "backward", plan.body.with_calls)]
+    numbered = re.compile(r"[^/]*/(?:.*?/)??[^/]*?\d+(?=/|$)")  # up to the first module after the root with a number
+    matmuls = {k: numbered.match(step.op.module) for k, step in enumerate(steps) if step.op and _is_matmul(step)}
+    layers = dict.fromkeys(m[0] for m in matmuls.values() if m)
+    active = {s for s in plan.body.inputs if s not in weights}  # values that depend on more than weights and constants
+    for step in steps:
+        active.update(() if active.isdisjoint(step.reads) else step.makes)
+    last = {s: k for k, step in enumerate(steps) for s in step.reads if s in active}
+    floats = {s for s in last if jnp.issubdtype(s.value.aval.dtype, jnp.floating)}
+    live = [floats.intersection(plan.body.inputs)]  # before each step
+    for k, step in enumerate(steps):
+        live.append({s for s in (*live[-1], *floats.intersection(step.makes)) if last[s] > k})
+    for layer in layers:
+        own = [k for k, m in matmuls.items() if m and m[0] == layer]
+        before = max((k for k in matmuls if k < own[0]), default=-1)
+        after = min((k for k in matmuls if k > own[-1]), default=len(steps))
+        for end, begin in product(range(after, own[-1], -1), range(own[0], before, -1)):
+            came, goes = live[begin] - live[end], live[end] - live[begin]
+            if len(came) == len(goes) == 1 and {s.value.shape for s in came} == {s.value.shape for s in goes}:
+                constant = (s for s in steps[:begin] if active.isdisjoint(s.reads))
+                return plan.body, [*constant, *steps[begin:end]], weights, [*came]
+    if layers:
+        return "no module with a number in its path has one activation as its input and one of the same shape as its output"
+    return "the program has no loop over layers, and no modules with numbers in their paths" if matmuls else ""
 
 
 def _is_matmul(step: Step) -> bool:
@@ -61,16 +81,18 @@ def _matmul_title(plan: Plan, step: Step) -> str:
 
 
 def layer_picture(plan: Plan, colours: AxisColours) -> str:
-    """The place in which a layer is drawn; "" for a program without matmuls, or for a long one without layers."""
+    """The place in which a layer is drawn, or why none is; "" for a program without matmuls."""
     found = layer_of(plan)
-    if found is None or len(found[1]) > MAX_STEPS:
-        return ""
-    body, steps, weights = found
+    if not isinstance(found, str) and sum(not isinstance(step, Constant) for step in found[1]) > MAX_STEPS:
+        found = f"the first one has more than {MAX_STEPS} steps"
+    if isinstance(found, str):
+        return found and f'<p class="dim">No layer is drawn: {found}.</p>'
+    body, steps, weights, inputs = found
     bodies = {k.step.body: b for k in kernels_of(computation_of(plan)) if isinstance(k.step, Loop) for b in k.bodies}
     part, times, seconds = bodies.get(body, computation_of(plan)), kernel_times(plan), defaultdict[Op, float](float)
     for kernel in part.kernels:
-        if kernel.op is not None and kernel in times:
-            seconds[kernel.op] += times[kernel].seconds
+        if kernel.origin is not None and kernel in times:
+            seconds[kernel.origin] += times[kernel].seconds
     transfers = schedules(plan)[part].transfers if plan.chip else ()
     spans = [s for s in timeline_of(plan, part).spans if s.axes] if transfers else []
     exposed = {id(t.collective): span.exposed for t, span in zip(transfers, spans, strict=True)}
@@ -88,15 +110,14 @@ def layer_picture(plan: Plan, colours: AxisColours) -> str:
             row |= {"op": op.label, "path": op.module, "source": op.source, "seconds": seconds.pop(op, 0.0)}
             row["title"] = _matmul_title(plan, step) or op.source.partition(" ")[0].rpartition("/")[2]
         drawn.append({**row, "matmul": _is_matmul(step)})
-    inputs = body.inputs if body is not plan.body else [s for step in steps for s in step.reads]
 
     def dims(s: Shard) -> list[tuple[str, str, str]]:
         names = (plan.program.dim_name(s.value, i) or "_" for i in range(len(s.spec)))
         return [(name, colours.first(axes), "+".join(axes)) for name, axes in zip(names, s.spec, strict=True)]
 
     data = {
-        "weights": [numbers[s] for s in weights if s in numbers],
-        "inputs": [numbers[s] for s in dict.fromkeys(inputs) if s in numbers and s not in weights],
+        "weights": [(numbers[s], path) for s, path in weights.items() if s in numbers],
+        "inputs": [numbers[s] for s in inputs if s in numbers],
         "dims": [dims(s) for s in numbers],
         "steps": drawn,
     }
