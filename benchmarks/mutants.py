@@ -3,6 +3,7 @@
     python benchmarks/mutants.py --sample 150 --seed 0 --log mutants.jsonl  # mutants of all packages of PACKAGES
     python benchmarks/mutants.py meshpar/_src/rules meshpar/_src/program/infer.py --sample 20
     python benchmarks/mutants.py --record tests/rules tests/program
+    python benchmarks/mutants.py --prove --sample 40 --log proofs.jsonl     # proofs in place of tests, of mutants of PROVEN
 
 A mutant is one edit of the syntax tree: a comparison swapped, a constant off by one, a condition negated or dropped, ``and`` for
 ``or``, a flag or a sign inverted, one reduction or extremum replaced by its opposite. The seed fixes a sample of all edits,
@@ -19,7 +20,9 @@ is not found.
 
 A mutant is "broken", and not counted, if the tests that fail also fail without it. Mutants that change no behaviour are listed
 with the reason in ``equivalent_mutants.json``, and not counted. Prints every outcome, then a table of mutants found for each
-path. With ``--log`` outcomes are appended to a file, and mutants in it do not run again.
+path. ``--prove`` asks whether ``mp.prove`` finds the mutants that change a result of the programs of ``proof_programs.py``, of
+those in lines that their plans execute: "not proven"; "error" while planning; "same results"; "missed", proven with other results.
+With ``--log`` outcomes are appended to a file, and mutants in it do not run again.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -35,6 +39,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -64,6 +69,8 @@ PACKAGES = (
     "plan_api.py", "entry",
 )  # fmt: skip
 """Packages and modules of ``meshpar._src`` that are mutated by default."""
+PROVEN = ("lower", "rules", "plan")
+"""Packages of ``meshpar._src`` that are mutated for ``--prove``."""
 TESTS_OF = {
     "entry/__init__.py": ["test_api.py"],
     "entry/arguments.py": ["test_jitted.py", "test_tracing.py"],
@@ -478,6 +485,74 @@ def outcome(result: dict[str, Any]) -> str:
     return "broken" if result.get("broken") else "found" if result["failed"] else "not found"
 
 
+def proofs_in(copy: Path, *how: str) -> dict[str, dict[str, Any]] | None:
+    """Program → the outcome of its proof and its run, by the meshpar of a copy; None if it fails."""
+    command = [sys.executable, *how, "benchmarks/proof_programs.py"]
+    env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        run = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=600, check=True)
+        return json.loads(run.stdout.splitlines()[-1])
+    except (subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def proven(args: argparse.Namespace) -> None:
+    """The outcomes of ``--prove``."""
+    import coverage
+
+    lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
+    results = {tuple(line["key"]): line for line in map(json.loads, lines)}
+    end = time.monotonic() + 60 * args.minutes
+    paths = args.paths or [SOURCE / name for name in PROVEN]
+    with tempfile.TemporaryDirectory() as folder:
+        copy, data = Path(folder), Path(folder) / "executed"
+        copied(copy)
+        base = proofs_in(copy, "-m", "coverage", "run", f"--data-file={data}", f"--source={copy / 'meshpar'}")
+        if base is None:
+            raise SystemExit("the programs cannot be proven without a mutant")
+        executed = coverage.CoverageData(str(data))
+        executed.read()
+        ran = {
+            ROOT / Path(f).relative_to(copy.resolve()): set(executed.lines(f) or ()) for f in executed.measured_files()
+        }
+        known = [name for name, found in base.items() if found["status"] == "proven"]
+        chosen: list[Edit] = []
+        for edit in itertools.chain.from_iterable(itertools.zip_longest(*sampled(paths, 1 << 30, args.seed).values())):
+            if (
+                edit is not None
+                and edit.statement
+                and ran.get(edit.path, set()) & set(edit.lines)
+                and len(chosen) < args.sample
+            ):
+                chosen.append(edit)
+        for edit in chosen[args.part[0] :: args.part[1]]:
+            if edit.key in results or time.monotonic() > end:
+                continue
+            place = copy / edit.path.relative_to(ROOT)
+            place.write_text(edit.applied())
+            found = proofs_in(copy)
+            shutil.copy(edit.path, place)
+            name, cause = "same results", ""
+            if found is None:
+                name = "error"
+            elif bad := [n for n in known if found[n]["status"] != "proven" or found[n]["cause"] != base[n]["cause"]]:
+                name, cause = "not proven", f"{bad[0]}: {found[bad[0]]['cause']}"
+            elif bad := [n for n in known if not found[n]["equal"]]:
+                name, cause = "missed", bad[0]
+            results[edit.key] = {"mutant": str(edit), "key": edit.key, "outcome": name, "cause": cause}
+            print(f"{name:12} {edit}  {cause}", flush=True)
+            if args.log:
+                with args.log.open("a") as log:
+                    log.write(json.dumps(results[edit.key]) + "\n")
+    names = ("not proven", "error", "same results", "missed")
+    table = Table("path", "mutants", *names)
+    for path in paths:
+        counts = collections.Counter(
+            r["outcome"] for r in results.values() if (ROOT / r["key"][0]).is_relative_to(path)
+        )
+        table.add_row(str(path.relative_to(ROOT)), str(counts.total()), *(str(counts[n]) for n in names))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -485,6 +560,7 @@ def main() -> None:
     )
     parser.add_argument("--sample", type=int, default=150, help="number of mutants (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prove", action="store_true", help="proofs of small programs in place of tests")
     parser.add_argument("--record", nargs="*", metavar="TESTS", help="only record the lines that tests (all) execute")
     parser.add_argument(
         "--recorded", type=Path, help="folder of the recorded lines (one for each version of the package)"
@@ -495,6 +571,8 @@ def main() -> None:
     parser.add_argument("--part", type=lambda p: [int(n) for n in p.split("/")], default=[0, 1], metavar="K/N",
                         help="the K-th of every N mutants, to run several processes")  # fmt: skip
     args = parser.parse_args()
+    if args.prove:
+        return proven(args)
     args.recorded = args.recorded or Path(tempfile.gettempdir()) / f"meshpar-lines-{version_of(ROOT / 'meshpar')}"
     if args.record is not None or not list(args.recorded.glob("*.json")):
         record(args.recorded, args.record or ["tests"])

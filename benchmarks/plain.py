@@ -196,6 +196,47 @@ def vit(
     return *train_step(loss, params, data, optax.adamw(3e-4)), dims
 
 
+def mixer(
+    layers: int = 2, embed: int = 768, tokens_mlp: int = 384, mlp: int = 3072, batch: int = 2048, size: int = 224,
+    patch: int = 16, classes: int = 1000,
+) -> Target:  # fmt: skip
+    """An MLP-Mixer in the sizes of B/16: layers that multiply along tokens, then along features."""
+    side = size // patch
+    params = {
+        "patches": shapes(w=(patch * patch * 3, embed))["w"],
+        "layers": shapes(
+            norm1=(layers, embed), bias1=(layers, embed), up_tokens=(layers, side * side, tokens_mlp),
+            down_tokens=(layers, tokens_mlp, side * side), norm2=(layers, embed), bias2=(layers, embed),
+            up=(layers, embed, mlp), down=(layers, mlp, embed),
+        ),
+        "head": shapes(w=(embed, classes))["w"],
+    }  # fmt: skip
+
+    def layer(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
+        h = layer_norm(x, p["norm1"], p["bias1"]).transpose(0, 2, 1)
+        x = x + (jax.nn.gelu(h @ p["up_tokens"]) @ p["down_tokens"]).transpose(0, 2, 1)
+        return x + jax.nn.gelu(layer_norm(x, p["norm2"], p["bias2"]) @ p["up"]) @ p["down"], None
+
+    def loss(p: Any, data: Any) -> jax.Array:
+        images = data["images"].reshape(-1, side, patch, side, patch, 3).transpose(0, 1, 3, 2, 4, 5)
+        x = images.reshape(-1, side * side, patch * patch * 3) @ p["patches"]
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, p["layers"])
+        logits = (x.mean(1) @ p["head"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, data["labels"]).mean()
+
+    dims = {
+        "*/patches": "pixels embed", "*/norm1": "layers embed", "*/bias1": "layers embed", "*/norm2": "layers embed",
+        "*/bias2": "layers embed", "*/up_tokens": "layers tokens mix", "*/down_tokens": "layers mix tokens",
+        "*/up": "layers embed mlp", "*/down": "layers mlp embed", "*/head": "embed classes",
+        "*images": "batch height width channels", "*labels": "batch",
+    }  # fmt: skip
+    data = {
+        "images": jax.ShapeDtypeStruct((batch, size, size, 3), jnp.bfloat16),
+        "labels": jax.ShapeDtypeStruct((batch,), jnp.int32),
+    }
+    return *train_step(loss, params, data, optax.adamw(3e-4)), dims
+
+
 def resnet(blocks: Sequence[int] = (2, 2), batch: int = 1024, size: int = 224, width: int = 64) -> Target:
     """A ResNet of bottleneck blocks, statistics of the batch by ``mean`` and ``var``; ResNet-50 has ``blocks=(3, 4, 6, 3)``."""
     params: dict[str, Any] = {}
@@ -633,6 +674,13 @@ def _cases() -> list[Case]:
         add("towers", "fsdp", functools.partial(two_towers, batch=64 * n), FSDP, one)
         add("mamba", "fsdp", functools.partial(mamba, batch=n), FSDP, one)
         add("unet", "fsdp", functools.partial(unet, batch=8 * n), "batch: data; features?: data", one)
+        if chip == "v5p":  # no rule of the cost model was fitted to these
+            small = functools.partial(vit, embed=768, heads=12, mlp=3072, batch=64 * n)
+            narrow = functools.partial(two_towers, embed=512, heads=8, mlp=2048, batch=64 * n)
+            add("vit_b", "fsdp", small, FSDP, one)
+            add("towers_512", "fsdp", narrow, FSDP, one)
+            add("mixer", "fsdp", functools.partial(mixer, batch=32 * n), FSDP, one)
+            add("unet_192", "fsdp", functools.partial(unet, 192, batch=8 * n), "batch: data; features?: data", one)
     deep = functools.partial(llama, 12, batch=128)
     found += [
         Case("llama3_8b-32-layers-fsdp-v5p", llama3_8b, "v5p:4x4x8", "data=128", FSDP),

@@ -45,7 +45,7 @@ def programs() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
 
 def plan_of_case(case: plain.Case) -> mp.Plan:
     step, args, dims = case.make()
-    where = {"topology": case.topology, "mesh": case.mesh, "layout": case.layout}
+    where: dict[str, Any] = {"topology": case.topology, "mesh": case.mesh, "layout": case.layout}
     return mp.plan(step, *args, dims=dims, donate_argnums=0, **where)
 
 
@@ -60,9 +60,10 @@ def summary(make: Callable[[], mp.Plan]) -> Summary:
         plan = make()
     except mp.errors.MeshparError as e:
         return {"error": str(e).splitlines()[0]}
-    sent: Counter[str] = Counter()
+    sent: dict[str, float] = {}
     for c in plan.collectives:
-        sent[f"{c.op} over {'+'.join(c.axes)}, {c.algorithm}"] += c.bytes * (c.count or 1)
+        kind = f"{c.op} over {'+'.join(c.axes)}, {c.algorithm}"
+        sent[kind] = sent.get(kind, 0.0) + c.total_bytes
     return {
         "seconds": plan.seconds,
         "peak": plan.memory.peak,

@@ -253,13 +253,13 @@ def _attempt_of(file: Path) -> int:
 def elastic(count: int) -> Iterator[Row]:
     """A run on two slices that joins a lost one again; one of both is killed at random moments, also while the run starts."""
     rng, killed = random.Random(0), list[float]()
-    steps = 150 * count
+    steps = 60 * count
     with tempfile.TemporaryDirectory() as root:
         Path(root, "script.py").write_text(ELASTIC)
         launch = [sys.executable, "-m", "meshpar", "launch", "-n", "2", "--devices", "4", "--slices", "2"]
         more = ["--elastic", "slice", "--restarts", str(count), "--back", "1"]
         lines, reads = {}, 0
-        for name, options, wait in (("lost", more, 0.05), ("calm", [], 0.0)):
+        for name, options, wait in (("lost", more, 0.1), ("calm", [], 0.0)):
             folder = Path(root, name)
             folder.mkdir()
             command = [*launch, *options, str(Path(root, "script.py")), str(folder), str(steps), str(wait)]
@@ -270,7 +270,7 @@ def elastic(count: int) -> Iterator[Row]:
                     started = sorted(folder.glob(f"{max(map(_attempt_of, folder.glob('*-*')), default=0)}-*"))
                     if options and len(started) == 2 and started[0] not in seen and len(killed) < count:
                         seen.add(started[0])
-                        time.sleep(rng.uniform(0.0, 5.0))
+                        time.sleep(rng.uniform(0.0, 10.0))
                         with contextlib.suppress(ProcessLookupError):  # the run has ended
                             os.kill(int(rng.choice(started).read_text()), signal.SIGKILL)
                             killed.append(time.time())

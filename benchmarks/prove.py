@@ -1,30 +1,47 @@
 """Proofs of the per-device programs of the models of examples/, at their real sizes. Needs neither devices nor a compiler.
 
     python benchmarks/prove.py [--only llama3_8b]
+    python benchmarks/prove.py --fuzz 1000 [--seed 0] [--minutes 10]      # random programs of tests/fuzz, under random layouts
+    python benchmarks/prove.py --faults 300 [--seed 0]                   # programs with a fault in one equation
 
 ``results``: of the arrays that the step returns, those that are proven to be the ones of the function as written. ``ops``: of the
 equations of the per-device program, the part that is proven. ``rewritten``: where the function as written is not proven, the
-results and ops that are proven against the program after meshpar's rewrites. ``seconds``: CPU time of the checker.
+results and ops that are proven against the program after meshpar's rewrites. ``claims``: those of the plan that hold, of all.
+``seconds``: CPU time of the checker.
+
+``--fuzz`` counts the programs that are proven, not verified and refused; a refused one is printed, since the programs are right.
+``--faults`` puts faults into the small programs of ``proof_programs.py``: a collective dropped, over another axis or in another
+direction, an offset off by one, a mask left out. A program with a fault that is proven is run on 8 virtual devices, and must have
+the results of the one without.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import random
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import optax
+import plain
+import proof_programs
 from agreement import TRIPLES
 from tables import Table
 
 import meshpar as mp
+from meshpar._src.verify.prove import prove_program
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+import diloco
 import generate
 import long_context
+import third_party
 
 import gpt3_bert_vit
 import llama
@@ -57,25 +74,162 @@ def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
         target, mesh = getattr(gpt3_bert_vit, name), f"data={1024 // model}, model={model}"
         where = "batch: data; heads, mlp: model; embed?: data", mesh, "v5p:8x8x16"
         yield f"{name} fsdp_tensor", lambda target=target, where=where: plan(target(batch=2048), *where)
+    yield "t5 fsdp", lambda: plan(plain.t5(batch=16 * 64), plain.FSDP, "data=64", "v6e:8x8")
+    for part in ("inner", "outer"):
+        yield f"local_sgd {part} step", lambda part=part: local_sgd(part)
+    for name, make in third_party.CASES.items():
+        yield f"third party {name}", lambda make=make: unedited(make())
+
+
+def local_sgd(part: str) -> mp.Plan:
+    """The plan of the inner or the outer step of two replicas of the model of examples/diloco.py, on virtual devices."""
+    model = diloco.Model(diloco.Config(layers=2, embed=64, mlp=192, dropout=0.0))
+    tx = optax.adamw(1e-3)
+
+    def step(state: Any, inputs: Any, targets: Any) -> Any:
+        loss, grads = jax.value_and_grad(model.loss)(state["params"], inputs, targets)
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    def create(key: jax.Array) -> Any:
+        params = model.init(key)
+        return {"params": params, "opt": tx.init(params)}
+
+    run = mp.train.local_sgd(
+        step, over="slice", every=4, outer=optax.sgd(0.7, momentum=0.9, nesterov=True), mesh=mp.mesh("slice=2, data=4"),
+        layout="batch: data; embed: data", dims={**model.dims, "inputs": "batch seq", "targets": "batch seq"}, lowering="shard_map",
+    )  # fmt: skip
+    state, batch = run.init(create)(jax.random.key(0)), jax.numpy.zeros((16, 64), jax.numpy.int32)
+    state, _ = run(0, state, batch, batch)
+    if part == "outer":
+        return run.outer.plan(inner=state["inner"], anchor=state["anchor"], outer=state["outer"])
+    return run.inner.plan(state["inner"], *[batch.reshape(2, 8, 64)] * 2)
+
+
+def unedited(case: third_party.Case) -> mp.Plan:
+    """The plan of a model of another package."""
+    state = jax.eval_shape(case.create, jax.random.key(0))
+    weights = {f"state/{pattern}": dims for pattern, dims in case.weights.items()}
+    where = {"mesh": mp.mesh("data=4, model=2"), "layout": case.layout, "lowering": "shard_map"}
+    return mp.plan(case.step, state, case.batch, dims=weights | case.data, **where)
+
+
+def fuzz(count: int, seed: str, minutes: float) -> None:
+    """Prove random programs."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "fuzz"))
+    import programs
+    import run
+
+    found: collections.Counter[str] = collections.Counter()
+    causes: collections.Counter[str] = collections.Counter()
+    end = time.monotonic() + 60 * minutes
+    for k in range(count):
+        if time.monotonic() > end:
+            break
+        case = programs.make_case(random.Random(f"{seed}/{k}"))
+        try:
+            plan = run.planned(case, overlap=case.overlap, lowering="shard_map")
+        except Exception as e:
+            found[f"no plan: {type(e).__name__}"] += 1
+            continue
+        if plan is None or plan.lowering == "jit":
+            found["no per-device program"] += 1
+            continue
+        try:
+            with run.CONTEXTS[case.calls[0].context]():
+                proof = plan.prove()
+        except Exception as e:
+            found[f"the checker fails: {type(e).__name__}"] += 1
+            print(f"case {k}: {e!r}"[:600], file=sys.stderr, flush=True)
+            continue
+        if proof.status != "proven" and proof.planned is not None and proof.planned.proven:
+            found["proven after the rewrites"] += 1
+        else:
+            found[proof.status] += 1
+        wrong = [c for c in proof.failed if c.op == "plan"]
+        found["a claim of the plan does not hold"] += bool(wrong)
+        causes.update({f"{c.op}: {c.reason}"[:110] for c in proof.failed if c.op != "result"})
+        if proof.status == "refused":
+            print(f"case {k}\n{case}\n{proof}", file=sys.stderr, flush=True)
+        if k % 25 == 24:
+            jax.clear_caches()
+            print(k + 1, dict(found), file=sys.stderr, flush=True)
+    table = Table("random programs", "number", title=f"seed {seed}, {k + 1} programs")
+    for name, n in found.most_common():
+        table.add_row(name, str(n))
+    for text, n in causes.most_common(12):
+        print(f"{n:5} {text}", file=sys.stderr)
+
+
+def faulty(count: int, seed: str) -> None:
+    """Prove programs with a fault."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+    from faults import faults
+
+    made = []
+    for name, make in proof_programs.programs():
+        plan = make()
+        written, program = plan.program.traced.written, proof_programs.lowered(plan)
+        if prove_program(written, program).proven:
+            made.append((name, written, program, list(faults(program))))
+    table = Table(
+        "program",
+        "faults",
+        "refused",
+        "not verified",
+        "proven, same results",
+        "proven, other results",
+        title=f"seed {seed}",
+    )
+    for name, written, program, all_of in made:
+        random.Random(f"{seed}/{name}").shuffle(all_of)
+        counts: collections.Counter[str] = collections.Counter()
+        for fault, other in all_of[: -(-count // len(made))]:
+            status = prove_program(written, other).status
+            if status == "proven":
+                args = proof_programs.arguments(program)
+                status = "same" if proof_programs.equal(program, other, args) else "other"
+                print(name, status, fault, file=sys.stderr)
+            counts[status] += 1
+        table.add_row(
+            name, str(counts.total()), *(str(counts[s]) for s in ("refused", "not verified", "same", "other"))
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="rows whose name contains one of these")
-    only = parser.parse_args().only
-    table = Table("step", "results", "ops", "rewritten: results", "ops", "seconds", title=f"jax {jax.__version__}")
+    parser.add_argument("--fuzz", type=int, metavar="N", help="random programs in place of the steps")
+    parser.add_argument("--faults", type=int, metavar="N", help="programs with a fault in place of the steps")
+    parser.add_argument("--seed", default="0")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no more random programs after so long"
+    )
+    args = parser.parse_args()
+    mp.virtual_devices(8)
+    warnings.simplefilter("ignore")
+    if args.fuzz or args.faults:
+        return fuzz(args.fuzz, args.seed, args.minutes) if args.fuzz else faulty(args.faults, args.seed)
+    only = args.only
+    head = "step", "results", "ops", "rewritten: results", "ops", "claims", "seconds"
+    table = Table(*head, title=f"jax {jax.__version__}")
     for name, make in cases():
         if only and not any(text in name for text in only):
             continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            proof = make().prove()
+        proof = make().prove()
         cells = []
         for p in (proof, proof.planned):
             done = "" if p is None else f"{sum(r.status == 'proven' for r in p.results)} of {len(p.results)}"
             cells += [done, "" if p is None else f"{p.share:.0%} of {sum(p.ops.values()) / max(p.share, 1e-9):,.0f}"]
-        table.add_row(name, *cells, f"{proof.seconds + (proof.planned.seconds if proof.planned else 0):.1f}")
-        print(name, proof.status, file=sys.stderr, flush=True)
+        claims = f"{(proof.claims or 0) - sum(c.op == 'plan' for c in proof.failed)} of {proof.claims}"
+        table.add_row(name, *cells, claims, f"{proof.seconds + (proof.planned.seconds if proof.planned else 0):.1f}")
+        print(
+            name,
+            proof.status,
+            *[f"\n  {c} ({n})"[:300] for c, n in list(proof.failed.items())[:6]],
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 ``mp.Layout``, ``mp.Plan`` and ``mp.Checkpoints`` are at the top level, ``Precision`` and ``LossScale`` in ``mp.train``.
 """
 
-from ._src.cost.token_metrics import Decoding
+from ._src.cost.decoding import Decoding
 from ._src.entry.exported import Exported, ExportedArray
 from ._src.entry.jitted import Jitted
 from ._src.entry.local_sgd import LocalSgd

@@ -25,7 +25,7 @@ from .units import format_memory, format_seconds
 Writer = Callable[[int, Mapping[str, float]], None]
 """A function of a step's number and of values by name."""
 SLOW = 0.1
-"""The fraction of a step for which the host of a process is busy longer than those of the others, if it is reported as slow."""
+"""The fraction of a step for which the host of a process is busy longer than other hosts, if it is reported as slow."""
 
 
 class Meter:
@@ -86,7 +86,7 @@ class Meter:
           path: a file of JSON with :attr:`goodput`, which the next start of the run reads. It is written with the other values.
           audit: after every ``audit`` steps the copies of replicated arrays of the state, which :meth:`step` is given, are
             compared by digests of their bits, on the devices. ``values["audited_share"]`` is the fraction of the state on a
-            device that has copies. Of the other arrays the largest matrix stands for a layer: three devices multiply a part of it
+            device that has copies. Of the other arrays the largest matrix represents a layer: three devices multiply a part of it
             by itself, and the results are compared.
 
         Raises:

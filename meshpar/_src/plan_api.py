@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from . import report
 from .cost.caching import with_shared_results
+from .cost.decoding import Decoding, decoding_of
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
-from .cost.token_metrics import Decoding, decoding_of
 from .hardware.calibration import CalibrationLike, calibrations
 from .hardware.options import OptionsMode
 from .layout import Layout

@@ -21,27 +21,10 @@ def format_bytes(n: float) -> str:
 
 def format_memory(n: float) -> str:
     """Bytes of memory in binary units: ``15.75 GiB``, ``4.00 MiB``, ``2.5 KiB``, ``96 B``; from a tenth of a GiB on in GiB."""
-    unit, size, digits = _memory_unit(n)
-    return f"{n / size:.{digits}f} {unit}"
-
-
-def _memory_unit(n: float) -> tuple[str, float, int]:
-    """(name of the unit for ``n`` bytes of memory, its bytes, digits after the point)."""
     for unit, size, digits in (("TiB", 2**40, 2), ("GiB", 2**30, 2), ("MiB", 2**20, 2), ("KiB", 2**10, 1)):
         if n >= (0.1 * size if unit == "GiB" else size):
-            return unit, size, digits
-    return "B", 1, 0
-
-
-def memory_ticks(top: float) -> list[tuple[float, str]]:
-    """(bytes, text) of the ticks of an axis of memory from 0 to ``top``: multiples of 1, 2 or 5 times a power of ten, in one unit.
-
-    Example: ``memory_ticks(2.2 * 2**30)`` has the texts ``0``, ``0.5 GiB``, ``1 GiB``, ``1.5 GiB`` and ``2 GiB``.
-    """
-    unit, size, _ = _memory_unit(top)
-    decade = 10.0 ** math.floor(math.log10(top / size / 4))
-    step = next(decade * k for k in (1, 2, 5, 10) if top / size / (decade * k) < 6)
-    return [(k * step * size, f"{k * step:g} {unit}" if k else "0") for k in range(int(top / size / step) + 1)]
+            return f"{n / size:.{digits}f} {unit}"
+    return f"{n:.0f} B"
 
 
 def format_seconds(seconds: float) -> str:

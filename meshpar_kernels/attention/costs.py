@@ -102,8 +102,8 @@ class AttentionCost:
       bytes_sent: of both passes.
       memory: largest number of bytes, in the backward pass, in addition to operands, results and their gradients.
       flops: of 7 matmuls over unmasked pairs: 2 in the forward pass, 5 in the backward pass.
-      seconds: estimate. Transfers of "ring" are overlapped with the attention, transfers of the other strategies are
-        not.
+      seconds: estimate. The hops of a ring are overlapped with the attention, and the queries of a balanced one with the
+        attention to local keys; other transfers are not.
       refused: the reason why this strategy cannot run; None if it can.
     """
 
@@ -220,14 +220,14 @@ def _exchanged(c: Context, q: Any, k: Any, v: Any, segments: int) -> tuple[list[
     return [*into, *there, *home], [*into, *given, *back, *grads]
 
 
-def _of_group(c: Context, q: Any, k: Any, v: Any) -> list[jax.ShapeDtypeStruct]:
+def _of_group(c: Context, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """q, k and v of one device after an exchange of heads."""
-    n = c.exchange.devices
-    shapes = [
-        (x, x.shape[2] * many // n)
-        for x, many in zip((q, k, v), (1, *[ulysses.copies(k.shape[2], n)] * 2), strict=True)
-    ]
-    return [jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * n, heads, x.shape[3]), x.dtype) for x, heads in shapes]
+    n, many = c.exchange.devices, ulysses.copies(k.shape[2], c.exchange.devices)
+
+    def part(x: Any, copies: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((x.shape[0], x.shape[1] * n, x.shape[2] * copies // n, x.shape[3]), x.dtype)
+
+    return part(q, 1), part(k, many), part(v, many)
 
 
 def ready(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: Machine) -> Context | str:

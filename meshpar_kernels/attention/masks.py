@@ -182,7 +182,8 @@ def devices_seen(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) 
     )
 
 
-def visible_pairs(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) -> list[int]:
+@functools.lru_cache(maxsize=256)
+def visible_pairs(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int) -> tuple[int, ...]:
     """For each device, the number of pairs of one of its queries and a key that it sees; full lengths, without
     segments, in closed form."""
 
@@ -205,4 +206,4 @@ def visible_pairs(mask: Mask, devices: int, q_len: int, k_len: int, zigzag: int)
         return total
 
     each = q_len // devices
-    return [sum(seen_by(*run) for run in runs(i * each, each, q_len, zigzag)) for i in range(devices)]
+    return tuple(sum(seen_by(*run) for run in runs(i * each, each, q_len, zigzag)) for i in range(devices))

@@ -131,13 +131,14 @@ def _repeat(leg: Leg, step: Any, carry: Any) -> Any:
     return lax.scan(lambda carry, t: (step(carry, t), None), carry, hops)[0]
 
 
-def _halves(c: Context, own: Queries, *more: jax.Array) -> list[tuple[Queries, Sequence[jax.Array]]]:
+def _halves(c: Context, own: Queries, *more: jax.Array) -> list[tuple[Queries, Sequence[Any]]]:
     """The queries that attend to received keys, and the same rows of the other arrays: all of this device, or balanced,
     its first half and the second half of the mirrored device."""
     if not c.balanced:
         return [(own, more)]
     each = own.x.shape[1]
-    first, second = ([None if a is None else a[:, at] for a in (own.x, own.seg, *more)] for at in _cut(each))
+    rows = own.x, own.seg, *more
+    first, second = (jax.tree.map(lambda a, at=at: a[:, at], rows) for at in _cut(each))
     pos = own.pos[: each // 2], c.positions(c.devices - 1 - c.rank(), each, each // 2)
     return [(Queries(x, p, seg), rest) for p, (x, seg, *rest) in zip(pos, (first, c.mirrored(second)), strict=True)]
 
@@ -166,7 +167,7 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(float32 [B, Q, H, Dv], log-sum-exp float32 [B, Q, H]) of this device's queries over all devices' keys."""
     q, v, each = x.q, x.v, x.k.shape[1]
     moving, own_block, own, cargo, blocks = _start(c, x)
-    groups = [q for q, _ in _halves(c, own_block)]
+    groups, home = [q for q, _ in _halves(c, own_block)], nothing(q, v.shape[3])
 
     def merged(done: Any, q: Queries, keys: Keys, layout: Layout) -> Any:
         """The result with the attention to these keys merged into it, if they are visible."""
@@ -176,7 +177,7 @@ def forward(c: Context, x: Operands) -> tuple[jax.Array, jax.Array]:
 
     # do the streams together start with this device's block?
     if sum(s.high - s.low for s in moving) == each and not blocks and not c.balanced:
-        done, start = [nothing(q, v.shape[3])], 0
+        done, start = [home], 0
     else:
         cargo = {i: c.shift(cargo[i], s.step) for i, s in enumerate(moving)}
         done, start = [c.forward(own_block, own, Layout(c.in_order))], 1

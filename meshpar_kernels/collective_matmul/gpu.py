@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._nvlink import machine_reasons
-from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper
+from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_kernels
 from meshpar_kernels.collective_matmul.dots import Axes
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
 from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
@@ -68,7 +68,7 @@ def all_gather_matmul(
     """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n], by `blocks_of(num_sms)`."""
     arch = KERNELS[_compat.gpu_architecture()[0]]
     options = {"out_dtype": out_dtype, "transposed": transposed, "num_sms": blocks_of(num_sms)}
-    out = gpu_fused.all_gather_matmul(arch, x, w, order, _axis(axis_name), **options)
+    out = gpu_kernels.all_gather_matmul(arch, x, w, order, _axis(axis_name), **options)
     out = _compat.same_varying(out, x, w)[0]  # Mosaic GPU results lose their varying mesh axes
     return out.reshape(order.devices * order.rows, order.n)
 
@@ -81,7 +81,7 @@ def matmul_reduce_scatter(
     arch = KERNELS[_compat.gpu_architecture()[0]]
     options = {"out_dtype": out_dtype, "comm_dtype": comm_dtype, "transposed": transposed}
     blocks = x.reshape(order.devices, order.rows, order.k)
-    out = gpu_fused.matmul_reduce_scatter(
+    out = gpu_kernels.matmul_reduce_scatter(
         arch, blocks, w, order, _axis(axis_name), num_sms=blocks_of(num_sms), **options
     )
     return _compat.same_varying(out, x, w)[0]

@@ -1,4 +1,15 @@
-"""Collectives over the axes of a torus: one table, several backends, one choice by cost."""
+"""Collectives over the axes of a torus: one table, several backends, one choice by cost.
+
+.. code-block:: text
+
+    api                 the public functions: checks, choice of algorithm, gradients
+    choose              the fastest algorithm by latency, bytes per link and copies
+    table               schedules: which rank sends which slot to which rank in which step
+    ppermute, ring_tpu  run a table: in JAX; in a TPU kernel
+    native              XLA's own collectives, over axes in any order
+    tpu, gpu            one-shot all-reduce kernels
+    nvls                all-gather and reduce-scatter in the NVLink switch
+"""
 
 from meshpar_kernels.collectives.api import all_gather as all_gather
 from meshpar_kernels.collectives.api import all_reduce as all_reduce

@@ -1,4 +1,11 @@
-"""Dense exchanges between devices, of blocks with all devices and of an array with one; and collectives of quantized arrays."""
+"""Dense exchanges between devices, of blocks with all devices and of an array with one; and collectives of quantized arrays.
+
+.. code-block:: text
+
+    dense      all-to-all and collective-permute: checks, choice of implementation, gradients
+    tpu, gpu   their kernels
+    quantized  all-gather and reduce-scatter of 8-bit codes with block scales
+"""
 
 from meshpar_kernels.exchange.dense import all_to_all as all_to_all
 from meshpar_kernels.exchange.dense import collective_permute as collective_permute

@@ -1,4 +1,22 @@
-"""Matmuls of ragged groups of rows, each with a matrix of its own, as in a mixture of experts."""
+"""Matmuls of ragged groups of rows, each with a matrix of its own, as in a mixture of experts.
+
+.. code-block:: text
+
+    api                                        `grouped_matmul` and its transpose with respect to the weights: checks of arguments
+    scaled                                     8-bit operands with block scales: public functions, quantization, gradients
+    problem                                    operands (arrays) and options of one matmul: the argument of every implementation
+    matmuls                                    one matmul without gradient: choice of implementation and tile
+    gradients                                  the gradient of each function by the other
+    schedule                                   the list of (row tile, group) pairs that kernels iterate over
+    activations                                of the fused epilogue
+    tpu, tpu_transpose, tpu_tiles, tpu_blocks  TPU kernels, their tiles and the `dot_general`s of a tile
+    gpu                                        GPUs: choice of kernel and tile
+    hopper, hopper_scaled, blackwell           GPU kernels
+    gpu_launch, gpu_parts                      their launches; what they have in common
+    tokamax_dot                                by the library tokamax
+    xla                                        a loop over the tile steps of `schedule`, for any backend
+    reference                                  the definition
+"""
 
 from meshpar_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul
 from meshpar_kernels.grouped_matmul.api import grouped_matmul_transpose as grouped_matmul_transpose

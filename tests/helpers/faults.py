@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+SLICE = ("start_indices", "limit_indices")
 REDUCTIONS = ("psum", "pmax", "pmin")
 
 
@@ -64,6 +65,12 @@ def _of(eqn: JaxprEqn, axes: tuple[str, ...]) -> Iterator[tuple[str, list[JaxprE
         for k in (1, 2):
             if not isinstance(eqn.invars[k], Literal):
                 yield f"mask replaced by case {k - 1}", copies(eqn.invars[k])
+    if name == "slice" and any(p["start_indices"]):
+        back = {key: tuple(n - (m > 0) for n, m in zip(p[key], p["start_indices"], strict=True)) for key in SLICE}
+        yield "slice off by one", [eqn.replace(params={**p, **back})]
+    if name == "pad" and any(low != high for low, high, _ in p["padding_config"]):
+        swapped = tuple((high, low, gap) for low, high, gap in p["padding_config"])
+        yield "padding swapped", [eqn.replace(params={**p, "padding_config": swapped})]
     if name in ("add", "sub", "mul", "lt", "ge", "eq", "clamp"):
         for k, var in enumerate(eqn.invars):
             if isinstance(var, Literal) and np.issubdtype(var.aval.dtype, np.integer):

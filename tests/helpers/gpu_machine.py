@@ -30,7 +30,7 @@ import numpy as np
 from kernel_machine import PLAIN, Buffer, Devices, Fault, Op, Ref, Schedule, Semaphore, Task, instead_of_jax, unknown
 
 from meshpar_kernels import _compat, _nvlink
-from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper, gpu_order, gpu_peers
+from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_kernels, gpu_order, gpu_peers
 from meshpar_kernels.collectives import gpu as small
 from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
@@ -38,7 +38,7 @@ from meshpar_kernels.grouped_matmul import blackwell, gpu_parts, hopper, hopper_
 from meshpar_kernels.routing import gpu_rows
 
 KERNEL_MODULES = [hopper, hopper_scaled, blackwell, gpu_parts, small, nvls, gpu_rows, exchange, _nvlink]
-KERNEL_MODULES += [gpu_hopper, gpu_blackwell, gpu_fused, gpu_order, gpu_peers]
+KERNEL_MODULES += [gpu_hopper, gpu_blackwell, gpu_kernels, gpu_order, gpu_peers]
 WARPS = 4
 
 

@@ -14,7 +14,7 @@ from gpu_machine import Gpus
 from kernel_machine import PLAIN, Fault, Machine
 
 from meshpar_kernels.collective_matmul import gpu as fused
-from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_fused, gpu_hopper
+from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_kernels
 from meshpar_kernels.collectives import gpu as small
 from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
@@ -131,7 +131,7 @@ def gather(
     order = order if tile is None else order._replace(tile=tile)
     gpus = Gpus(devices, schedule, dropped, multiprocessors)
     options = {"transposed": transposed, "out_dtype": F16, "num_sms": num_sms}
-    found = gpus.run(lambda r: gpu_fused.all_gather_matmul(module, x[r], w[r], order, "a", **options))
+    found = gpus.run(lambda r: gpu_kernels.all_gather_matmul(module, x[r], w[r], order, "a", **options))
     wide = w.astype(float).swapaxes(1, 2) if transposed else w.astype(float)
     same_on_each(found, x.reshape(-1, k).astype(float) @ wide, "all_gather_matmul")
     return gpus.machine
@@ -147,7 +147,7 @@ def scatter(
     order = order if tile is None else order._replace(tile=tile)
     gpus = Gpus(devices, schedule, dropped)
     options = {"transposed": transposed, "num_sms": num_sms, **dtypes}
-    found = gpus.run(lambda r: gpu_fused.matmul_reduce_scatter(module, x[r], w[r], order, "a", **options))
+    found = gpus.run(lambda r: gpu_kernels.matmul_reduce_scatter(module, x[r], w[r], order, "a", **options))
     wide = w.astype(float).swapaxes(1, 2) if transposed else w.astype(float)
     same_on_each(found, sum(x[r].astype(float) @ wide[r] for r in range(devices)), "matmul_reduce_scatter")
     return gpus.machine

@@ -32,7 +32,7 @@ def test_pairs_in_sight_and_devices_seen(devices):
         seen = seen[order(total[0], zigzag)][:, order(total[1], zigzag)]
         by_device = seen.reshape(devices, q_len, devices, k_len)
         case = f"{mask} {q_len} {k_len} {zigzag}"
-        assert masks.visible_pairs(mask, devices, *total, zigzag) == by_device.sum((1, 2, 3)).tolist(), case
+        assert masks.visible_pairs(mask, devices, *total, zigzag) == tuple(by_device.sum((1, 2, 3)).tolist()), case
         met = by_device.any((1, 3))
         offsets = sorted({(i - j) % devices for i, j in zip(*np.nonzero(met), strict=True)})
         assert list(masks.devices_seen(mask, devices, q_len, k_len, zigzag)) == offsets, case

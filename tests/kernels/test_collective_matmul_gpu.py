@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_cases import mesh_of, near
 
 from meshpar_kernels import _compat, all_gather_matmul, matmul_reduce_scatter
-from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_fused, gpu_hopper
+from meshpar_kernels.collective_matmul import gpu, gpu_blackwell, gpu_hopper, gpu_kernels
 
 RNG = np.random.default_rng(5)
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -41,8 +41,8 @@ def test_the_matmul_of_a_single_device(kernels):
     scatter = gpu.scatter_order(m, k, n, 1, 2, **dtypes)
     options = {"transposed": True, "num_sms": 2}
     with gpu_race_detection():
-        rounded = gpu_fused.all_gather_matmul(kernels, x, w, gather, "a", out_dtype=BF16, **options)
-        exact = gpu_fused.matmul_reduce_scatter(kernels, x[None], w, scatter, "a", **dtypes, **options)
+        rounded = gpu_kernels.all_gather_matmul(kernels, x, w, gather, "a", out_dtype=BF16, **options)
+        exact = gpu_kernels.matmul_reduce_scatter(kernels, x[None], w, scatter, "a", **dtypes, **options)
         jax.block_until_ready((rounded, exact))
     assert (rounded.shape, rounded.dtype) == ((1, m, n), BF16)
     near(rounded[0], want, 1e-2)

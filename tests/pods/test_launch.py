@@ -200,6 +200,7 @@ def test_a_slice_is_lost_and_the_other_slices_restart(launch):
         (["-n", "0"], "at least one process"),
         (["-n", "3", "--devices", "8"], "does not divide over 3 processes"),
         (["-n", "3", "--slices", "2"], "does not divide 3 processes"),
+        (["-n", "2", "--slices", "0"], "does not divide 2 processes"),
         (["-n", "2", "--min", "3"], "between 1 and 2"),
         (["-n", "2", "--slices", "2", "--lose", "2@1"], "slices are 0 to 1"),
         (["-n", "2", "--elastic", "slice", "--restarts", "1"], "no slice could be lost"),

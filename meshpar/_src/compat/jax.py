@@ -30,11 +30,13 @@ from jax._src.sharding_impls import UNSPECIFIED
 from jax._src.source_info_util import SourceInfo
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.core.primitives import sharding_constraint_p
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ...errors import UnsupportedError
+
+Atom = Var | Literal
 
 T = TypeVar("T")
 
@@ -825,6 +827,34 @@ def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)
+
+
+def aval_of(atom: Atom) -> Any:
+    """The abstract array of an atom, whose shape and dtype the type ``AbstractValue`` does not have."""
+    return atom.aval
+
+
+def interpret(
+    jaxpr: Jaxpr,
+    consts: Sequence[T],
+    operands: Sequence[T],
+    apply: Callable[[JaxprEqn, list[T]], Sequence[T]],
+    of_literal: Callable[[Literal], T],
+) -> list[T]:
+    """What an interpreter knows of the results of a jaxpr, from what it knows of its constants and operands.
+
+    Args:
+      apply: (equation, of each operand) → of each result.
+      of_literal: of a literal.
+    """
+    env: dict[Var, T] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+
+    def read(atom: Atom) -> T:
+        return of_literal(atom) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, apply(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def equations(jaxpr: Jaxpr | ClosedJaxpr, seen: set[int] | None = None) -> Iterator[JaxprEqn]:

@@ -2,7 +2,7 @@
 
 .. code-block:: text
 
-    token_metrics      of a step of decoding: tokens per second, the limit of HBM, the largest batch
+    decoding           of a step of decoding: tokens per second, the limit of HBM, the largest batch
     time               the seconds of a step
     memory             the bytes that are live on a device after every kernel, and the peak
     schedule           when kernels, collectives and host copies start and end

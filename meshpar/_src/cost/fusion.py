@@ -2,10 +2,12 @@
 
 :mod:`cost.kernels` lists the ops. The rules by which :func:`fuse` joins them:
 
-- Reshapes, transposes and names are views of their operand. Input-independent values cost nothing.
+- Reshapes, transposes and names are views of their operand, but copies if they split or merge the channels of images, or change an
+  argument of images with a few channels. Input-independent values cost nothing.
 - Elementwise ops, broadcasts, slices, one-hot scatters and the like are computed inside the kernels that read them, if one kernel
   reads them, or if they depend on one array (besides rows and scalars), so that computing them twice reads no more.
 - Matmuls, reductions and writes into a loop's stack fuse such producers; collectives, loops, sorts and gathers read buffers.
+- Operands of a batched matmul that are slices of a matmul's result are buffers.
 - A matmul fuses the elementwise ops that only it feeds, unless they read another matmul, or slices of its result.
 - Operands of a concatenation along the last dim (the halves of a rotary embedding) are buffers, as a kernel does not shift lanes.
 - A reduction is computed by the kernel that makes its operand, or by one that reads the same for a reduction. A matmul reads what
@@ -48,6 +50,8 @@ class Kind(StrEnum):
     """A part of its operand."""
     COPY = "copy"
     """A copy in another buffer."""
+    TRANSPOSE = "transpose"
+    """A copy in another layout."""
     MOVE = "move"
     """The collectives of a resharding or reduction."""
     TRANSFER = "transfer"
@@ -148,13 +152,13 @@ class Kernel:
     @property
     def fuses(self) -> bool:
         """Whether it computes the producers of its operands."""
-        entry, copies = self.traits, self.kind in (Kind.STACK, Kind.COPY)
+        entry, copies = self.traits, self.kind in (Kind.STACK, Kind.COPY, Kind.TRANSPOSE)
         return entry.fusible or entry.matmul or entry.family in ("reduction", "update") or copies
 
     @property
     def is_light(self) -> bool:
         """Whether it is elementwise, a copy or a collective."""
-        return self.traits.fusible or self.traits.view or self.kind in (Kind.MOVE, Kind.COPY)
+        return self.traits.fusible or self.traits.view or self.kind in (Kind.MOVE, Kind.COPY, Kind.TRANSPOSE)
 
     @property
     def source(self) -> str:
@@ -223,6 +227,11 @@ def fuse(computation: Computation, row_ratio: int) -> None:
                     item.must_store = True
             elif (array := array_written(node)) is not None:
                 array.must_store = True
+            elif (
+                node.traits.family == "dot" and node.op is not None and any(node.op.eqn.params["dimension_numbers"][1])
+            ):
+                for item in node.ins:
+                    item.must_store |= _slices_matmul(item.made_by)
             if not node.traits.matmul or not isinstance(node.step, Run):
                 read(node.ins, (node,))
                 continue
@@ -293,6 +302,12 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
             done[node] = done[other]
         for item in read:
             item.readers = (*item.readers, other)
+
+
+def _slices_matmul(node: Kernel | None) -> bool:
+    """Whether an op takes a slice of the result of a matmul: the queries of one array of queries, keys and values."""
+    made = node.ins[0].made_by if node is not None and node.traits.contiguous_slice and node.ins else None
+    return made is not None and made.traits.matmul
 
 
 def _joins_lanes(node: Kernel) -> bool:

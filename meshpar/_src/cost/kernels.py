@@ -17,7 +17,7 @@ from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index
 from .caching import cached_on_plan, key_on_plan
 from .fusion import MAX_RECOMPUTED_OPS, Buffer, Computation, Kernel, Kind, fuse
-from .tiles import Tiles
+from .tiles import SUBLANES, Tiles
 
 REDUCE_RING_BUFFERS = 4
 """Chunks of a reduction ring that are live at once: two are sent while the next two are computed."""
@@ -68,7 +68,10 @@ class _Reader:
 
     Attributes:
       tiles: the padding of its arrays; None: the chip stores them unpadded.
-      items: shard → its buffer.
+      tables: lookup tables are copied (:meth:`transposed`) after an all-gather of their columns, and their gradients before a
+        reduce-scatter: the TPU compiler (libtpu 0.0.42) makes the dim that is gathered or scattered the outermost in memory.
+        Matmuls read any layout; a lookup reads rows. Where collectives run on cores of their own (tpu7x), these order rows.
+      items: shard → its buffer; copies: computation and buffer → its copy.
       bases: buffer → the one large array that it depends on, if it is another one; None: it depends on none.
       chains: buffer → the smallest number of fusible ops, one after the other, that compute it from an array in memory.
       region: the computation to which ops are added.
@@ -80,7 +83,9 @@ class _Reader:
         """A reader of ``plan`` before its first step, with an empty computation."""
         self.plan, self.sizes = plan, plan.sizes
         self.tiles = None if plan.chip is None or plan.chip.switch else plan.program.cached(Tiles)
+        self.tables = self.tiles is not None and bool(plan.compiler.sync_collectives)
         self.items: dict[Shard, Buffer] = {}
+        self.copies: dict[tuple[Computation, Buffer], Buffer] = {}
         self.bases: dict[Buffer, Buffer | None] = {}
         self.chains: dict[Buffer, int] = {}
         self.region = Computation(1)
@@ -187,7 +192,22 @@ class _Reader:
         """Add a reduction, as a ``MOVE``."""
         item = self.item(step.source)
         if item is not None:
+            if (
+                self.tables
+                and (rows := _rows_scattered(item.made_by))
+                and any(s.dim not in rows for s in step.scatters)
+            ):
+                item = self.transposed(item)
             self.out(self.node(Kind.MOVE, step, step.source.value.op, [item]), step.result)
+
+    def transposed(self, item: Buffer) -> Buffer:
+        """The copy of a buffer in another layout."""
+        key = self.region, item
+        if key not in self.copies:
+            node = self.node(Kind.TRANSPOSE, None, item.value.op, [item])
+            node.outs.append(copy := Buffer(item.bytes, item.value, node, padding=item.padding))
+            self.copies[key] = copy
+        return self.copies[key]
 
     def barrier(self, step: Barrier) -> None:
         """Let the results of a barrier be the buffers of its operands, in memory; an opaque barrier copies them."""
@@ -229,6 +249,8 @@ class _Reader:
             kind = Kind.RANDOM_BITS
         elif op.primitive.family == "gather" and self.one_window(step):
             kind = Kind.SLICE
+        elif op.primitive.family == "gather" and self.tables and some and not _gathers_rows(some[0].made_by, op):
+            some[0] = self.transposed(some[0])
         node = self.node(kind, step, op, some)
         for out in results:
             self.out(node, out)
@@ -244,12 +266,26 @@ class _Reader:
         if len(some) <= 1 and len(step.results) == 1:
             if some:
                 (view,), (out,) = some, step.results
-                if (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec)[0]:
+                if self.tiles is not None and (self.tiles.moves(view.value, out.value) or self.is_image_argument(view)):
+                    view.must_store = view.must_store or len(view.value.shape) > len(out.value.shape)
+                    self.out(self.node(Kind.TRANSPOSE, step, op, some), out)
+                elif (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec)[0]:
                     self.out(self.node(Kind.SLICE, step, op, some), out)
                 else:
                     self.items[out] = view
             return True
         return False
+
+    def is_image_argument(self, item: Buffer) -> bool:
+        """Whether a buffer is an argument, or a copy of one, with fewer channels innermost than a tile has rows.
+
+        The TPU compiler (libtpu 0.0.42) stores such images with the images of the batch innermost, and copies them for each reshape
+        and transposition: three times for the patches of a ViT.
+        """
+        first = item.made_by is None or (
+            item.made_by.kind is Kind.TRANSPOSE and self.is_image_argument(item.made_by.ins[0])
+        )
+        return first and len(item.value.shape) > 3 and item.value.shape[-1] < SUBLANES
 
     def one_hot(self, step: Run) -> bool:
         """Whether a scatter writes one element into each row of zeros: a one-hot encoding, which is elementwise."""
@@ -317,6 +353,24 @@ class _Reader:
         fuse(self.region, self.plan.compiler.row_ratio)
         node.bodies = (*node.bodies, self.region)
         self.region = outer
+
+
+def _gathers_rows(node: Kernel | None, lookup: Op) -> bool:
+    """Whether a kernel all-gathers no dim of a table but those that a lookup indexes, or dims after dims of size 1 (row-major)."""
+    if node is None or node.kind is not Kind.MOVE or not isinstance(node.step, Reshard):
+        return True
+    rows, shape = lookup.eqn.params["dimension_numbers"].start_index_map, node.step.result.value.shape
+    dims = {dim for move in node.step.path if move.op == "all-gather" for dim in move.dims}
+    return all(dim in rows or math.prod(shape[:dim]) == 1 for dim in dims)
+
+
+def _rows_scattered(node: Kernel | None) -> tuple[int, ...]:
+    """The dims that the indices of a scatter index, also if a kernel adds its result to another gradient; () for other kernels."""
+    if node is None:
+        return ()
+    makers = [node, *(i.made_by for i in node.ins if node.traits.fusible)]
+    ops = [n.op for n in makers if n is not None and n.op is not None and n.traits.family == "scatter"]
+    return tuple(ops[0].eqn.params["dimension_numbers"].scatter_dims_to_operand_dims) if ops else ()
 
 
 _READ: dict[type[Step], Callable[[_Reader, Step], None]] = {

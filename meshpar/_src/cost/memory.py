@@ -9,7 +9,6 @@ has its operands, carries and stacks live, and once the buffers of its body. Int
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -120,7 +119,6 @@ class _Live:
         self.plan, self.kind_of = plan, buffer_roles(plan)
         chip = plan.chip
         self.tpu = chip is not None and bool(chip.torus)
-        self.copies = chip is not None and self.tpu and bool(chip.compiler.sync_collectives)
         self.postpones = self.tpu and plan.is_async("all-gather")
         self.schedules = schedules(plan)
         self.memory = Memory()
@@ -212,7 +210,7 @@ class _Live:
                         free.remove(over)
                         self.drop(over)
                     self.add(out)
-                held = self.inside(node) or self.gathered(node) or self.table(node) or self.between_moves(node, ends)
+                held = self.inside(node) or self.gathered(node) or self.between_moves(node, ends)
                 if held is not None:
                     self.add(held)
                 self.sample(node, schedule.in_flight.get(index, ()))
@@ -285,20 +283,6 @@ class _Live:
         (out,) = node.writes
         copied = gathered_then_copied(self.plan, out.bytes, sum(i.bytes for i in node.reads))
         return Buffer((2 if self.postpones else 1) * out.bytes, out.value, node) if copied else None
-
-    def table(self, node: Kernel) -> Buffer | None:
-        """The copy of an all-gathered lookup table in row-major layout; None: the lookup needs none.
-
-        The TPU compiler (libtpu 0.0.42) makes the dim that is all-gathered the outermost in memory. Matmuls read any layout; a
-        lookup reads rows, so that the table is copied once. Where collectives run on cores of their own (tpu7x), these order rows.
-        """
-        if node.traits.family != "gather" or not self.copies or not node.ins or node.op is None:
-            return None
-        table = node.ins[0]
-        made, rows = table.made_by, node.op.eqn.params["dimension_numbers"].start_index_map
-        if made is None or made.kind is not Kind.MOVE or _gathered_rows(made, rows):
-            return None
-        return Buffer(table.bytes, table.value, node)
 
     def loop(self, node: Kernel, ends: list[Buffer], retained: set[Buffer], carried_outside: list[Buffer]) -> None:
         """Allocate a loop's results (but stacks without readers), then allocate and free the buffers of each of its bodies.
@@ -376,15 +360,6 @@ def ring_buffer_bytes(ring: GatherRing | ReduceRing, block: float, devices: int)
     if ring.fused is not None:
         return (4 if gather else 4 - min(REDUCE_RING_BUFFERS, devices)) * block + ring.fused.held
     return (min(4, devices - 1) if gather else min(2, devices - 1)) * block
-
-
-def _gathered_rows(node: Kernel, rows: Sequence[int]) -> bool:
-    """Whether a ``MOVE`` all-gathers only these dims, or dims after dims of size 1 only (row-major either way)."""
-    if not isinstance(node.step, Reshard):
-        return True
-    shape = node.step.result.value.shape
-    dims = {dim for move in node.step.path if move.op == "all-gather" for dim in move.dims}
-    return all(dim in rows or math.prod(shape[:dim]) == 1 for dim in dims)
 
 
 def _name(plan: Plan, item: Buffer) -> str:

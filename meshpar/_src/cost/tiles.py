@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 
 from ..layout import Spec
@@ -12,7 +13,7 @@ from ..plan.spec import itemsize, shard_count
 from ..program.ir import Program, Value
 
 SUBLANES, LANES = 8, 128
-MIN_PADDED_BYTES = 16_777_216
+MIN_PADDED_BYTES = 1_048_576
 """Bytes of a shard, other than of an image, from which its padding counts; smaller ones neither take long nor fill the memory."""
 
 
@@ -53,17 +54,27 @@ class Tiles:
             self._of[value] = places[0] if places else None
         return self._of[value]
 
+    def moves(self, source: Value, result: Value) -> bool:
+        """Whether a reshape moves elements to other tiles, as it splits or merges the channels of an image: into the groups of a
+        group norm, or out of them."""
+        for image, other in ((source, result), (result, source)):
+            if (places := self.of(image)) is not None:
+                before, channels = math.prod(image.shape[: places[1]]), image.shape[places[1]]
+                ends = itertools.accumulate(other.shape, operator.mul, initial=1)
+                return not any(n == channels and k == before for n, k in zip(other.shape, ends, strict=False))
+        return False
+
     def padding(self, value: Value, spec: Spec, sizes: Mapping[str, int]) -> float:
         """The factor by which tiles increase the bytes of a shard; 1 for small ones that are not images."""
         shape = [-(-n // shard_count(parts, sizes)) for n, parts in zip(value.shape, spec, strict=True)]
         image, elements = self.of(value), math.prod(shape)
         if not elements or (image is None and elements * itemsize(value.aval) < MIN_PADDED_BYTES):
             return 1.0
-        return _padding_of(tuple(shape if image is None else [shape[i] for i in image]))
+        return padding_of(tuple(shape if image is None else [shape[i] for i in image]))
 
 
 @functools.lru_cache(maxsize=2**14)
-def _padding_of(shape: tuple[int, ...]) -> float:
+def padding_of(shape: tuple[int, ...]) -> float:
     """The factor of the two dims that need the least padding innermost."""
     return min((tiled(a, b) / (a * b) for a, b in itertools.permutations(shape, 2)), default=1.0)
 

@@ -224,8 +224,8 @@ class _Parser(argparse.ArgumentParser):
         wrong = re.match(r"argument (?:-\w, |-\w/)?(\S+): invalid choice: '(.*)' \(choose from (.*)\)", message)
         if wrong:
             argument, word, choices = wrong.groups()
-            what = argument if argument.startswith("-") else "command"
-            similar = did_you_mean(word, re.findall(r"[\w-]+", choices), "values")[0]
+            what, kind = (argument, "values") if argument.startswith("-") else ("command", "commands")
+            similar = did_you_mean(word, re.findall(r"[\w-]+", choices), kind)[0]
             message = f"there is no {what} `{word}`; {similar}"
         message = (
             message.replace("the following arguments are required", "missing")

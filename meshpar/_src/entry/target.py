@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -101,8 +100,7 @@ def _function(text: str) -> tuple[ModuleType, Callable[..., Any]]:
     if callable(function):
         return module, function
     offered = [k for k, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-    near = difflib.get_close_matches(name, offered, n=3) or offered[:8]
-    raise TargetError(f"{where} has no function `{name}`", fixes=[f"did you mean {', '.join(near)}?"] if near else [])
+    raise TargetError(f"{where} has no function `{name}`", fixes=did_you_mean(name, offered, "functions"))
 
 
 def _called(

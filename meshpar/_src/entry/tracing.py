@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from ...errors import PatternError, UnknownDimError, UnsupportedError
 from ..compat import nnx
@@ -220,7 +221,7 @@ def _trace_on(
 
 
 def _infer_live(
-    closed: Any,
+    closed: ClosedJaxpr,
     annotations: Sequence[Any],
     named: Sequence[Leaf],
     out_annotations: Sequence[Any],

@@ -1,3 +1,12 @@
-"""An interactive page on which rules and meshes are edited and the plan updates."""
+"""An interactive page on which rules and meshes are edited and the plan updates.
+
+.. code-block:: text
+
+    lab             what Python has: the plan that the page shows, a server, a widget
+    session         drafts of layouts in, plans as JSON out
+    view            a plan as JSON for the page
+    jobs            searches and compilations in the background
+    server, widget  the page in a browser of this machine, and in a notebook
+"""
 
 from .lab import Lab

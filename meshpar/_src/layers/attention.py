@@ -114,7 +114,8 @@ class Form(NamedTuple):
 def _unpack(args: Sequence[Any], form: Form) -> api.Operands:
     """q, k, v, segment ids and positions, without the arguments after them."""
     pos = args[3 + form.ids] if form.placed else None
-    return api.Operands(*args[:3], *(*args[3 : 3 + form.ids], None, None)[:2], pos)
+    q_seg, k_seg = (*args[3 : 3 + form.ids], None, None)[:2]
+    return api.Operands(args[0], args[1], args[2], q_seg, k_seg, pos)
 
 
 def _plan(

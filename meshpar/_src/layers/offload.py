@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ...errors import UnsupportedError
-from ..compat.jax import make_jaxpr, source_line
-from ..program.jaxprs import Atom, flatten
+from ..compat.jax import aval_of, interpret, make_jaxpr, source_line
+from ..program.jaxprs import flatten
 from ..rules import primitive
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -253,20 +253,15 @@ class _Mark(NamedTuple):
 def _marks(closed: ClosedJaxpr, marks: Sequence[_Mark]) -> list[_Mark]:
     """The marks of the results of a jaxpr, from the marks of its operands; results of control flow depend on all operands."""
     jaxpr = flatten(closed).jaxpr
-    known: dict[Atom, _Mark] = dict(zip(jaxpr.invars, marks, strict=True))
 
-    def of(atom: Atom) -> _Mark:
-        """The mark of a variable; of literals and constants, none."""
-        return _Mark() if isinstance(atom, Literal) else known.get(atom, _Mark())
-
-    for eqn in jaxpr.eqns:
-        ins = [of(v) for v in eqn.invars]
+    def apply(eqn: JaxprEqn, ins: list[_Mark]) -> list[_Mark]:
         owners = frozenset().union(*(m.owners for m in ins))
-        owned = [v.aval.shape for v, m in zip(eqn.invars, ins, strict=True) if m.owners]
+        owned = [aval_of(v).shape for v, m in zip(eqn.invars, ins, strict=True) if m.owners]
         elementwise = primitive(eqn.primitive.name).elementwise and all(
-            out.aval.shape == shape for out in eqn.outvars for shape in owned
+            aval_of(out).shape == shape for out in eqn.outvars for shape in owned
         )
         mixed = next((m.mixed for m in ins if m.mixed is not None), None)
         mixed = eqn if mixed is None and owners and not elementwise else mixed
-        known.update(dict.fromkeys(eqn.outvars, _Mark(owners, mixed)))
-    return [of(v) for v in jaxpr.outvars]
+        return [_Mark(owners, mixed)] * len(eqn.outvars)
+
+    return interpret(jaxpr, [_Mark()] * len(jaxpr.constvars), marks, apply, lambda literal: _Mark())

@@ -2,6 +2,13 @@
 
 >>> from meshpar import nd
 >>> hidden = nd.relu(nd.einsum(images, w1, out="batch hidden"))
+
+.. code-block:: text
+
+    named      the pytree, elementwise functions, errors
+    ops        einsum, `reduce` and `along` for any function of an axis, reshapes, indexing, new arrays
+    functions  reductions, functions along a dim and elementwise functions of JAX
+    layers     dense, convolution, pooling, norm, attention, dropout, loss
 """
 
 # ruff: noqa: F403, F405 (the names in `__all__`)

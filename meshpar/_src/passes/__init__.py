@@ -138,8 +138,8 @@ def with_passes(plan: Plan) -> Plan:
     if plan.chip is None or request.lowering != AUTO or lowering == "jit" or overlap in ("ring", "pallas"):
         return best
     jit = separated = _run_passes(replace(plan, lowering="jit", overlap="off"))
-    if "FUSED_EPILOGUE" in plan.compiler.quirks:
-        separated = replace(jit, body=separate_matmuls(jit))
+    if "FUSED_EPILOGUE" in plan.compiler.quirks and (body := separate_matmuls(jit)) is not jit.body:
+        separated = replace(jit, body=body)
     chosen = shorter_lowering(best, jit, separated)
     free_caches(jit if chosen is best else best)
     if separated is not jit:

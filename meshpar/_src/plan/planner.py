@@ -239,7 +239,8 @@ class _Planner:
 
         Elementwise ops with equal keys have operands of the same shapes, and compute in the same spec; others have equal equations
         (one rule), the same axes for the factors, and operands that are sharded alike. All have results with the same stored
-        specs. A decision about a partial operand also depends on the op itself.
+        specs. A decision about a partial operand also depends on the op itself. Keys of different forms differ in the type of their
+        first entry (op, spec, rule) or in their length.
         """
         emitter, assignment, rule = self.emitter, self.assignment, op.rule
         current, constants, loops = emitter.current, emitter.constants, emitter.loop_consts

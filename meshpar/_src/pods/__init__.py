@@ -11,6 +11,7 @@
     stop        the request to stop
     agree       all processes compare programs and arguments
     data        batches
+    packing     packed documents in the order that balances attention
     checkpoint  checkpoints by name
     memory      copies of states in the memory of hosts
     foreign     safetensors

@@ -180,7 +180,7 @@ class Audit:
             )
         on = {path: x for path, x in leaves.items() if isinstance(x, jax.Array)}
         copied: dict[str, Any] = {path: x for path, x in on.items() if replicated_axes(x)}
-        alone = {
+        alone: dict[str, Any] = {
             path: x
             for path, x in on.items()
             if _on_devices(x) and path not in copied and x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
@@ -235,7 +235,7 @@ class Audit:
 
 
 def _differing(digests: np.ndarray, devices: np.ndarray) -> tuple[tuple[Any, ...], bool]:
-    """(devices whose copy differs from the majority, or all where there is none; whether each row has a majority).
+    """(devices whose copy differs from the majority, or all of a row without a majority; whether each row has a majority).
 
     Args:
       digests: uint32 [shards, copies, 2]; devices: [shards, copies].

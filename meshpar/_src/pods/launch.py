@@ -196,14 +196,12 @@ def _check(job: Job) -> None:
     if job.devices is not None and job.devices % job.processes:
         fix = f"--devices {max(1, job.devices // job.processes) * job.processes}"
         raise TargetError(f"--devices {job.devices} does not divide over {job.processes} processes", fixes=[fix])
-    if job.processes % job.slices:
-        raise TargetError(
-            f"--slices {job.slices} does not divide {job.processes} processes", fixes=["--slices that divides -n"]
-        )
+    if job.slices < 1 or job.processes % job.slices:
+        text = f"--slices {job.slices} does not divide {job.processes} processes"
+        raise TargetError(text, fixes=["--slices that divides -n"])
     if job.least is not None and not 1 <= job.least <= job.processes:
-        raise TargetError(
-            f"--min {job.least}: between 1 and {job.processes}", fixes=[f"--min {job.processes}: all of them"]
-        )
+        fix = f"--min {job.processes}: all of them"
+        raise TargetError(f"--min {job.least}: between 1 and {job.processes}", fixes=[fix])
     if job.elastic is not None and (job.slices < 2 or job.restarts < 1):
         text = f"--elastic {job.elastic} with --slices {job.slices} --restarts {job.restarts}: no slice could be lost"
         raise TargetError(text, fixes=["--slices 2 --restarts 100: so many losses are survived"])
@@ -375,16 +373,21 @@ def _judge(codes: dict[int, int], lost: list[int], logs: Path) -> _End:
 def _start(of: _Attempt, p: int, port: int) -> subprocess.Popen[bytes]:
     """Start process ``p``, with its settings in the environment and its output in ``process-<p>.log``."""
     job, count, slices = of.job, of.count, len(of.memory)
-    group = {PROCESS: str(p), COUNT: str(count), ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": str(of.number)}
-    limits = {TIMEOUT: str(job.timeout), STUCK: str(job.stuck)}
-    env = {**os.environ, **group, **limits, CAUSES: str(of.logs), MEMORY: str(of.memory[p * slices // count])}
-    env |= {"PYTHONUNBUFFERED": "1", **({ELASTIC: f"{job.elastic}={slices}"} if job.elastic else {})}
-    env.pop(LOSE, None)
+    own: dict[str, object] = {PROCESS: p, COUNT: count, ADDRESS: f"127.0.0.1:{port}", "MESHPAR_ATTEMPT": of.number}
+    own |= {
+        "PYTHONUNBUFFERED": 1,
+        TIMEOUT: job.timeout,
+        STUCK: job.stuck,
+        CAUSES: of.logs,
+        MEMORY: of.memory[p * slices // count],
+    }
+    if job.elastic is not None:
+        own[ELASTIC] = f"{job.elastic}={slices}"
     if job.lose is not None and of.number == 0 and p * job.slices // count == job.lose[0]:
-        env[LOSE] = str(job.lose[1])
-    devices = _devices_of_each(job)
-    if devices:
-        env[DEVICES] = str(devices)
+        own[LOSE] = job.lose[1]
+    if devices := _devices_of_each(job):
+        own[DEVICES] = devices
+    env = {k: v for k, v in os.environ.items() if k != LOSE} | {k: str(v) for k, v in own.items()}
     path = of.logs / f"process-{p}.log"
     with path.open("wb") as log:
         while of.spares:

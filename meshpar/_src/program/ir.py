@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from ..caches import LRUCache
 from ..compat.jax import bound_axis_names, has_user_line, module_of, on_host, package_line, pass_of, source_line
@@ -201,7 +201,7 @@ class Frame:
       env: variable of the jaxpr → value.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     parent: Op | None = None
     trip_count: int | None = 1
     env: dict[Any, Value] = field(default_factory=dict)
@@ -306,7 +306,7 @@ class Program:
       written: of the program as traced, the closed jaxpr before all changes.
     """
 
-    closed: Any
+    closed: ClosedJaxpr
     root: Frame
     inputs: list[Value]
     outputs: list[Value]

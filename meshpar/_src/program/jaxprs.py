@@ -8,11 +8,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ..compat.jax import body_consts, body_operands, replace_body
+from ..compat.jax import Atom, body_consts, body_operands, replace_body
 from ..rules import bodies, primitive
-
-Atom = Var | Literal
-
 
 # -- bodies
 

@@ -197,7 +197,7 @@ class _Pulled:
     tree: Any
     sources: tuple[Source, ...]
     shapes: list[tuple[int, ...]]
-    jaxpr: Any
+    jaxpr: ClosedJaxpr
     parts: list[tuple[Any, list[int]]]
 
     @property

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from html import escape
 from typing import Any
 
+from ..cost.decoding import decoding_of
 from ..cost.memory import memory_by_role, memory_of
 from ..cost.time import time_of
-from ..cost.token_metrics import decoding_of
 from ..hardware.calibration import EFFICIENCIES
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_seconds

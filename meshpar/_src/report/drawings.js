@@ -374,8 +374,9 @@ function layerPicture(place, nodes) {
   }
   const sum = nodes.findLastIndex((node, k) => isSum(node) && !readers[k].length), last = sum < 0 ? level.lastIndexOf(Math.max(...level)) : sum;
   wire(`M${at[last].x} ${at[last].y + size[last].h}v16`);
-  labels.push(make("text", { x: at[last].x + 8, y: at[last].y + size[last].h + 16, "font-size": 11.5, fill: "var(--dim)" }, "output of the layer"));
-  const width = begin[+(cut < levels.length)] + space[+(cut < levels.length)] + RIGHT, tall = Math.max(...bottoms) + 8;
+  const width = begin[+(cut < levels.length)] + space[+(cut < levels.length)] + RIGHT, right = at[last].x + 130 < width;
+  labels.push(make("text", { x: at[last].x + (right ? 8 : -8), y: at[last].y + size[last].h + 16, "font-size": 11.5, "text-anchor": right ? "start" : "end", fill: "var(--dim)" }, "output of the layer"));
+  const tall = Math.max(...bottoms) + 8;
   return make("svg", { viewBox: `0 0 ${width} ${tall}`, width, style: "max-width:100%;height:auto", role: "img", "aria-label": place.dataset.label },
     ...wires, ...labels, ...boxes);
 }

@@ -8,9 +8,9 @@ from html import escape
 
 import jax
 
+from ..cost.decoding import decoding_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
-from ..cost.token_metrics import decoding_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..units import format_bytes, format_memory, format_seconds, with_article

@@ -12,9 +12,9 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
+from ..cost.decoding import decoding_of
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..cost.token_metrics import decoding_of
 from ..layout import UNSHARDED
 from ..plan.collectives import Collective
 from ..plan.plan import Plan

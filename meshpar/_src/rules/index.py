@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from ..compat.jax import literal_array
+from ..compat.jax import aval_of, literal_array
 from .local import LocalOp, on_shards
 from .owned import is_positive_zero, neutral, only_where
 from .partial import WRITES_INTO_ZEROS
@@ -34,8 +34,8 @@ def _one_index_of_a_split_array(op: SplitOp) -> bool:
     return _has_one_index(op.eqn) and any(op.axes[f] for factors in op.rule.ins[0] for f in factors)
 
 
-def _has_one_index(eqn: Any) -> bool:
-    return math.prod(eqn.invars[1].aval.shape[:-1]) == 1
+def _has_one_index(eqn: JaxprEqn) -> bool:
+    return math.prod(aval_of(eqn.invars[1]).shape[:-1]) == 1
 
 
 # -- gather and scatter

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from ..compat.jax import at_line_of, axes_of_spec, bind, equations, literal_array
+from ..compat.jax import at_line_of, aval_of, axes_of_spec, bind, equations, interpret, literal_array
 from .control_flow import run_bodies
 from .flops import shard_map_flops
 from .local import LocalOp, plain_params
@@ -66,7 +66,7 @@ def _dims_of(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(a for a in _all_axes(eqn) if not isinstance(a, str))
 
 
-def _collectives(jaxpr: Any, times: int | None) -> Iterator[Send]:
+def _collectives(jaxpr: Jaxpr, times: int | None) -> Iterator[Send]:
     """All collectives of a jaxpr and its bodies, including all branches.
 
     Args:
@@ -76,8 +76,8 @@ def _collectives(jaxpr: Any, times: int | None) -> Iterator[Send]:
         name = eqn.primitive.name
         if name in _SENDS:
             for var in eqn.invars[: 1 if name == "ragged_all_to_all" else None]:
-                shape = tuple(n for i, n in enumerate(var.aval.shape) if i not in _dims_of(eqn))
-                yield Send(_SENDS[name], (), shape, var.aval.dtype, f"{name} in its body", times, _axes_of(eqn))
+                shape = tuple(n for i, n in enumerate(aval_of(var).shape) if i not in _dims_of(eqn))
+                yield Send(_SENDS[name], (), shape, aval_of(var).dtype, f"{name} in its body", times, _axes_of(eqn))
         trip_count = None if name == "while" else eqn.params["length"] if name == "scan" else 1
         body_times = None if times is None or trip_count is None else times * trip_count
         for body in bodies(eqn):
@@ -92,24 +92,23 @@ def _local(op: LocalOp, *xs: Any) -> list[Any]:
     return _run(op.eqn.params["jaxpr"], (), xs, op.sizes)
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> list[Any]:
+def _run(jaxpr: Jaxpr, consts: Sequence[Any], xs: Sequence[Any], sizes: Sizes) -> list[Any]:
     """The results of a user's jaxpr, retraced: its types state the axes over which values vary, and the lowering's do not.
 
     Args:
       xs: the operands, as shards.
       sizes: axis sizes; a :class:`~rules.spmd.Grid` for a factored mesh.
     """
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
 
-    def read(var: Var | Literal) -> Any:
-        return literal_array(var) if isinstance(var, Literal) else env[var]
-
-    for eqn in jaxpr.eqns:
+    def apply(eqn: JaxprEqn, xs: list[Any]) -> list[Any]:
         with at_line_of(eqn):
-            env.update(zip(eqn.outvars, _step(eqn, list(map(read, eqn.invars)), sizes), strict=True))
+            return _step(eqn, xs, sizes)
+
+    results = interpret(jaxpr, consts, xs, apply, literal_array)
+    dtypes = [aval_of(v).dtype for v in jaxpr.outvars]
     return [
-        x if jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended) else lax.convert_element_type(x, v.aval.dtype)
-        for v, x in zip(jaxpr.outvars, map(read, jaxpr.outvars), strict=True)
+        x if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else lax.convert_element_type(x, dtype)
+        for dtype, x in zip(dtypes, results, strict=True)
     ]
 
 

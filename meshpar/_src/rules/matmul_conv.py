@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from ..compat.jax import aval_of
 from ..compat.quirks import not_a_group
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
@@ -200,18 +201,18 @@ def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
     return op.run(lhs, rhs, padding=tuple(padding), lhs_dilation=tuple(dilation), **changed)
 
 
-def _conv_dims(eqn: Any, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
+def _conv_dims(eqn: JaxprEqn, lhs: Sequence[int], rhs: Sequence[int]) -> tuple[int, int, int, int]:
     """The sizes of the matmul with the FLOPs of a convolution: (1, positions, output features, kernel elements of each).
 
     The positions are the positions of the result; for a dilated input (the gradient of a strided convolution) of the input, because
     the elements between are zeros: every element of the input is multiplied by every tap.
     """
     p, dn = eqn.params, eqn.params["dimension_numbers"]
-    shape, out = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    shape, out = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
     rows, window = lhs[dn.lhs_spec[0]], rhs[dn.rhs_spec[1]]
     for k, (i, j, o) in enumerate(zip(dn.lhs_spec[2:], dn.rhs_spec[2:], dn.out_spec[2:], strict=True)):
         dilated = p["lhs_dilation"][k] > 1
-        if is_kernel_gradient(p, k, eqn.invars[1].aval.shape[j], out[o]):
+        if is_kernel_gradient(p, k, aval_of(eqn.invars[1]).shape[j], out[o]):
             rows, window = rows * out[o], window * (lhs[i] if dilated else rhs[j])
         else:
             rows, window = rows * (lhs[i] if dilated else out[o] * lhs[i] // shape[i]), window * rhs[j]

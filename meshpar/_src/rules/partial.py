@@ -21,7 +21,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
+from ..compat.jax import aval_of
 from .rule import REDUCTIONS, Kind
 
 DtypeClass = Literal["bool", "integer", "narrow", "float", "complex", "extended"]
@@ -82,7 +84,7 @@ class Law:
     holds: Callable[[Any], bool] | None = None
     when: When = "always"
 
-    def admits(self, eqn: Any, kind: Kind, partial: Sequence[int]) -> bool:
+    def admits(self, eqn: JaxprEqn, kind: Kind, partial: Sequence[int]) -> bool:
         """Whether the operands at positions ``partial`` may be partial by the reduction ``kind``; other operands are
         not checked."""
         allowed = range(len(eqn.invars))[slice(*self.operands)]
@@ -90,7 +92,7 @@ class Law:
             kind in self.kinds
             and all(i in allowed for i in partial)
             and (self.most is None or len(partial) <= self.most)
-            and all(dtype_class(eqn.invars[i].aval.dtype) in self.dtypes for i in partial)
+            and all(dtype_class(aval_of(eqn.invars[i]).dtype) in self.dtypes for i in partial)
             and (self.holds is None or self.holds(eqn))
         )
 
@@ -119,26 +121,26 @@ def is_scale(c: Any, inverse: bool = False) -> bool:
     return low <= size <= high  # False for NaN
 
 
-def _same_dtype(eqn: Any) -> bool:
-    return eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+def _same_dtype(eqn: JaxprEqn) -> bool:
+    return aval_of(eqn.invars[0]).dtype == aval_of(eqn.outvars[0]).dtype
 
 
-def _floats(eqn: Any) -> bool:
-    return all(dtype_class(v.aval.dtype) in ("narrow", "float") for v in (eqn.invars[0], eqn.outvars[0]))
+def _floats(eqn: JaxprEqn) -> bool:
+    return all(dtype_class(aval_of(v).dtype) in ("narrow", "float") for v in (eqn.invars[0], eqn.outvars[0]))
 
 
-def _widens(eqn: Any) -> bool:
+def _widens(eqn: JaxprEqn) -> bool:
     """Whether the cast is to a float dtype with all values of the operand's (``jnp.promote_types`` rejects 8-bit floats)."""
-    narrow, wide = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    narrow, wide = aval_of(eqn.invars[0]).dtype, aval_of(eqn.outvars[0]).dtype
     if narrow == wide or not _floats(eqn):
         return False
     a, b = jnp.finfo(narrow), jnp.finfo(wide)
     return a.nmant <= b.nmant and a.maxexp <= b.maxexp and b.minexp <= a.minexp
 
 
-def _integers_stay(eqn: Any) -> bool:
+def _integers_stay(eqn: JaxprEqn) -> bool:
     """Whether a matmul of integers has their dtype: a sum in a narrower dtype wraps around, and the wider result does not."""
-    dtypes = {v.aval.dtype for v in (*eqn.invars, *eqn.outvars)}
+    dtypes = {aval_of(v).dtype for v in (*eqn.invars, *eqn.outvars)}
     return len(dtypes) == 1 or not any(dtype_class(d) == "integer" for d in dtypes)
 
 

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
-from ..compat.jax import key_impl
+from ..compat.jax import aval_of, key_impl
 from .local import LocalOp, on_shards
 from .registry import register
 from .rule import OpRule, independent_of_data, leading, replicated
@@ -28,14 +29,14 @@ register("random_seed", "random_split", rule=keys, local=on_shards, family="rand
 register("random_wrap", "random_unwrap", rule=keys, local=on_shards, view=True)
 
 
-def drawn_by_index(eqn: Any) -> bool:
+def drawn_by_index(eqn: JaxprEqn) -> bool:
     """Whether an equation makes random bits of which each element is a function of one key and of its index in the array: with
     partitionable threefry, for fewer than 2**32 elements."""
     if eqn.primitive.name != "random_bits":
         return False
-    key = eqn.invars[0].aval
+    key = aval_of(eqn.invars[0])
     threefry = key_impl(key.dtype) == "threefry2x32" and getattr(jax.config, "jax_threefry_partitionable")  # noqa: B009
-    return threefry and not key.shape and math.prod(eqn.outvars[0].aval.shape) < 2**32
+    return threefry and not key.shape and math.prod(aval_of(eqn.outvars[0]).shape) < 2**32
 
 
 def _local_random_bits(op: LocalOp, key: Any) -> list[Any]:

@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
-from ..compat.jax import bind
+from ..compat.jax import aval_of, bind
 from .local import LocalOp, on_shards
 from .partial import MOVES, along
 from .registry import SplitOp, register
@@ -55,9 +56,9 @@ def _is_bitwise(op: SplitOp) -> bool:
     return op.eqn.outvars[0].aval.dtype != bool and any(op.axes)
 
 
-def _over_ones(eqn: Any) -> bool:
+def _over_ones(eqn: JaxprEqn) -> bool:
     """Whether all reduced dims have size 1: the reduction only removes them."""
-    return all(eqn.invars[0].aval.shape[a] == 1 for a in eqn.params["axes"])
+    return all(aval_of(eqn.invars[0]).shape[a] == 1 for a in eqn.params["axes"])
 
 
 for _name, _kind in REDUCTION_KINDS.items():

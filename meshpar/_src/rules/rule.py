@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ..compat.jax import aval_of
 from .halo import ShardWindow
 from .spmd import Factors, Send
 
@@ -180,19 +181,19 @@ def same_dims(eqn: JaxprEqn, in_shapes: Sequence[tuple[int, ...]], out_shapes: S
     return r
 
 
-def exchange_kind(eqn: Any) -> Kind:
+def exchange_kind(eqn: JaxprEqn) -> Kind:
     """``permutation``; ``need_replication`` if shards cannot be exchanged: for random keys, and for arrays without elements."""
-    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    avals = [aval_of(v) for v in (*eqn.invars, *eqn.outvars)]
     plain = not any(jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) for a in avals)
     return "permutation" if plain and all(math.prod(a.shape) for a in avals) else "need_replication"
 
 
-def indexed_kind(eqn: Any) -> Kind:
+def indexed_kind(eqn: JaxprEqn) -> Kind:
     """``indexed``; ``need_replication`` if an array has no elements."""
-    return "indexed" if all(math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)) else "need_replication"
+    return "indexed" if all(math.prod(aval_of(v).shape) for v in (*eqn.invars, *eqn.outvars)) else "need_replication"
 
 
-def with_halo_sends(r: OpRule, eqn: Any, why: str, alike: bool = False) -> OpRule:
+def with_halo_sends(r: OpRule, eqn: JaxprEqn, why: str, alike: bool = False) -> OpRule:
     """The rule, with the collectives of its halo exchanges as ``sends``.
 
     Dims are exchanged one after the other: the second exchange includes the halo of the first, and thus the corners.
@@ -214,7 +215,7 @@ def with_halo_sends(r: OpRule, eqn: Any, why: str, alike: bool = False) -> OpRul
             for factor, dim, window in r.windows_of(i):
                 if (shards := math.prod(sizes[a] for a in axes[factor])) > 1:
                     exchange, before = (read := window(shards)).exchange, read.before
-                    sends = exchange.sends(shape, dim, factor, np.dtype(eqn.invars[i].aval.dtype), why)
+                    sends = exchange.sends(shape, dim, factor, np.dtype(aval_of(eqn.invars[i]).dtype), why)
                     if done is not None:
                         sends = [
                             replace(s, content=(i, (done, dim, part)))

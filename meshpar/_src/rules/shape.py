@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from ..compat.jax import aval_of
 from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
 from .local import LocalOp, on_shards
 from .owned import only_where
@@ -70,10 +71,10 @@ def transpose(eqn, ins, outs) -> OpRule:
 register("transpose", rule=transpose, local=on_shards, view=True, free=True, partial=(MOVES,), family="transpose")
 
 
-def reshape_order(eqn: Any) -> Sequence[int]:
+def reshape_order(eqn: JaxprEqn) -> Sequence[int]:
     """The order in which a ``reshape`` takes the dims of its operand: it may transpose first. In order for a ``squeeze``."""
     order = eqn.params["dimensions"] if eqn.primitive.name == "reshape" else None
-    return range(len(eqn.invars[0].aval.shape)) if order is None else order
+    return range(len(aval_of(eqn.invars[0]).shape)) if order is None else order
 
 
 def reshape(eqn, ins, outs) -> OpRule:

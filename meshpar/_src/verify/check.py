@@ -53,7 +53,7 @@ class Row:
 
     Attributes:
       mesh, layout, lowering: what ran; the mesh as ``"data=2, model=4"``.
-      path: the tree path of the leaf with the largest difference, ``explained`` ones excluded.
+      path: the tree path of the leaf with the largest difference: of those that fail, else of those that are not ``explained``.
       difference: of that leaf, relative to its largest value.
       leaves: number of leaves that were compared.
       explained: paths of the leaves that differ by more than the tolerance, but only by rounding.
@@ -301,7 +301,7 @@ class _Case:
         others = [k for k in range(len(paths)) if k not in explained]
         rounding_path, rounding = largest(explained)
         where, names = (mesh_text(plan.sizes), str(plan.layout), plan.lowering), tuple(paths[k] for k in explained)
-        return Row(*where, *largest(failed[:1] or others), len(paths), names, error, rounding, rounding_path)
+        return Row(*where, *largest(failed or others), len(paths), names, error, rounding, rounding_path)
 
     def unsharded(self, subject: Subject) -> Reference:
         """The run on one device, under ``jax.jit`` alone."""

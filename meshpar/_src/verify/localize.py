@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun, p
 from jax.sharding import Mesh
 
 from ...errors import CheckError, JoinWarning
-from ..compat.jax import sharding_constraint_p, source_line
+from ..compat.jax import Atom, sharding_constraint_p, source_line
 from ..dims import format_dims
 from ..global_arrays import place
 from ..lower import LOWERINGS
@@ -162,7 +162,7 @@ class Localizer:
                     return i, *wrong
         return None
 
-    def suspects(self, var: Any) -> list[int]:
+    def suspects(self, var: Atom) -> list[int]:
         """The ops, in program order, between the values on which both runs agree and a result."""
         ops: set[int] = set()
         todo = [var]
@@ -174,7 +174,7 @@ class Localizer:
             todo += self.eqns[self.maker[v]].invars
         return sorted(ops)
 
-    def agrees(self, var: Any) -> bool:
+    def agrees(self, var: Var) -> bool:
         """Whether a value is equal in both runs, within the tolerance."""
         if var not in self._agree:
             self._agree[var] = worst_of(self.values[var], host(self.references[var]), self.tolerance).ok

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from ...errors import UnsupportedError
-from ..compat.jax import abstract_array, make_generated_jaxpr, on_host
+from ..compat.jax import abstract_array, axes_of_spec, make_generated_jaxpr, on_host
 from ..lower import lower_to_shard_map
 from ..plan.plan import Plan
-from .prove import Proof, prove_program
+from .prove import DECOMPOSED, Claims, Proof, prove_program
 
 
 def prove_plan(plan: Plan) -> Proof:
@@ -29,5 +30,17 @@ def prove_plan(plan: Plan) -> Proof:
     lowered = make_generated_jaxpr(lower_to_shard_map(plan, plan.mesh)[0], *avals)
     paths = [h.path for h in plan.outputs]
     written, planned = plan.program.traced.written, plan.program.closed
-    proof = prove_program(written, lowered, paths)
+    proof = prove_program(written, lowered, paths, claims_of(plan))
     return proof if proof.proven else replace(proof, planned=prove_program(planned, lowered, paths))
+
+
+def claims_of(plan: Plan) -> Claims:
+    """What a plan says about its collectives and shardings."""
+    sends: Counter[tuple[str, frozenset[str]]] = Counter()
+    for c in plan.collectives:
+        axes = frozenset(a for a in c.axes if plan.sizes[a] > 1)
+        sends[c.op if c.algorithm == "native" else DECOMPOSED, axes] += c.bytes * (1 if c.count is None else c.count)
+    arguments, results = (
+        [(h.path, axes_of_spec(h.spec, len(h.shape))) for h in hs] for hs in (plan.inputs, plan.outputs)
+    )
+    return Claims(sends, arguments, results, plan.sizes)

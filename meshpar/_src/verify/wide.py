@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ..compat.jax import bind, equations, jaxprs_in, literal_array
+from ..compat.jax import bind, equations, interpret, jaxprs_in, literal_array
 from ..rules import Primitive, primitive
 from ..rules.control_flow import run_bodies
 from ..rules.index import applies_function
@@ -161,25 +161,21 @@ class _Evaluator:
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr on flat operands, in the wide dtype."""
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), map(self.widened, (*consts, *xs)), strict=True))
+        consts, xs = (list(map(self.widened, part)) for part in (consts, xs))
+        return interpret(jaxpr, consts, xs, self.step, lambda x: self.widened(jnp.asarray(literal_array(x))))
 
-        def read(var: Any) -> Any:
-            return self.widened(jnp.asarray(literal_array(var))) if isinstance(var, Literal) else env[var]
-
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            ins = list(map(read, eqn.invars))
-            entry = primitive(name)
-            if entry.call or entry.control_flow:
-                outs = run_bodies(eqn, ins, self.run)
-            elif entry.family in ("identity", "rounding"):
-                outs = ins
-            elif (outs := self.applied(eqn, ins)) is None:
-                dtypes = [_float_dtype(v.aval) for v in eqn.invars]
-                narrow = [x if d is None else lax.convert_element_type(x, d) for d, x in zip(dtypes, ins, strict=True)]
-                outs = bind(eqn, narrow, eqn.params)
-            env.update(zip(eqn.outvars, map(self.widened, outs), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def step(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any]:
+        """The results of an equation on wide operands, in the wide dtype."""
+        entry = primitive(eqn.primitive.name)
+        if entry.call or entry.control_flow:
+            outs = run_bodies(eqn, ins, self.run)
+        elif entry.family in ("identity", "rounding"):
+            outs = ins
+        elif (outs := self.applied(eqn, ins)) is None:
+            dtypes = [_float_dtype(v.aval) for v in eqn.invars]
+            narrow = [x if d is None else lax.convert_element_type(x, d) for d, x in zip(dtypes, ins, strict=True)]
+            outs = bind(eqn, narrow, eqn.params)
+        return list(map(self.widened, outs))
 
     def applied(self, eqn: JaxprEqn, ins: list[Any]) -> list[Any] | None:
         """The results of an op on wide operands; None if it must be applied in its own dtypes."""

@@ -1,5 +1,6 @@
 """A per-device program with a fault in one equation is never proven; without it, it is."""
 
+import dataclasses
 import json
 
 import jax
@@ -12,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 import llama
 import meshpar as mp
 from meshpar._src.lower.shard_map import lower_to_shard_map
+from meshpar._src.verify.proofs import claims_of
 from meshpar._src.verify.prove import prove_program
 
 S = jax.ShapeDtypeStruct
@@ -100,6 +102,45 @@ def test_the_report_counts_the_ops_and_lists_kernels_and_assumptions():
     assert json.loads(proof.to_json())["status"] == "proven"
     assert "heads_first" in proof.assumptions[-1]
     assert str(proof).startswith("✓ proven")
+
+
+def test_the_claims_of_a_plan_are_compared_with_its_program():
+    """Each claim that is changed is a difference in the report, and does not change the status of the results."""
+    plan = mlp("batch: data; embed: data; mlp: model")
+    written, program = lowered(plan)
+    right = claims_of(plan)
+    assert {"all-gather", "all-reduce", "reduce-scatter"} & {kind for kind, _ in right.sends}
+
+    def proof(**changed):
+        return prove_program(written, program, claims=dataclasses.replace(right, **changed))
+
+    assert not proof().failed
+    assert f"{proof().claims} claims of the plan hold" in str(proof())
+    key = next(iter(right.sends))
+    (path, spec), *rest = right.results
+    for wrong in (
+        {"sends": {**right.sends, key: right.sends[key] + 4}},
+        {"sends": {k: n for k, n in right.sends.items() if k != key}},
+        {"sends": {**right.sends, ("all-to-all", frozenset({"model"})): 64.0}},
+        {"results": [(path, tuple(() for _ in spec)), *rest]},
+        {"arguments": [*right.arguments[:-1], (right.arguments[-1][0], ((), ("data",)))]},
+    ):
+        found = proof(**wrong)
+        assert found.proven
+        (cause,) = found.failed
+        assert cause.op == "plan"
+        assert "the plan says" in cause.reason
+        assert f"1 of {found.claims} claims of the plan do not hold" in str(found)
+
+
+def test_a_ring_has_the_bytes_of_the_collective_that_it_replaces():
+    named = DIMS | {"x": "batch seq embed"}
+    where = {"mesh": mp.mesh("data=2, model=4"), "layout": "batch: data; seq: model; mlp: model", "dims": named}
+    plan = mp.plan(mlp_step, PARAMS, S((2, 16, 64), jnp.float32), overlap="ring", **where)
+    proof = plan.prove()
+    assert any(c.algorithm == "ring" for c in plan.collectives)
+    assert proof.proven
+    assert not proof.failed
 
 
 def test_a_step_is_proven_under_its_own_layout():

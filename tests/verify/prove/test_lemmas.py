@@ -11,6 +11,8 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec as P
 
 from meshpar._src.verify.prove import prove_program
+from meshpar_kernels.collective_matmul.dots import Dot
+from meshpar_kernels.collective_matmul.ring import dots_scatter, gather_dots
 
 RNG = np.random.default_rng(0)
 
@@ -51,9 +53,80 @@ def scan_of(x, w, reduce=lambda x: x):
     return lax.scan(body, jnp.zeros(w.shape[1], x.dtype), x)
 
 
+def send(x, pairs):
+    return lax.ppermute(x, "data", pairs)
+
+
+def best(x, find=jnp.argmax, shift=0, of=None):
+    """The index of the extremum along dim 1, which is sharded over `data`."""
+    at = find(x, 1)[:, None]
+    value = jnp.take_along_axis(x if of is None else of, at, 1)
+    index = gather(at + lax.axis_index("data") * (x.shape[1] + shift), axis=1)
+    return jnp.take_along_axis(index, find(gather(value, axis=1), 1)[:, None], 1)[:, 0]
+
+
+def conv(x, w, stride=1, padding=((1, 1),)):
+    return lax.conv_general_dilated(x, w, (stride,), padding, dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+UP, DOWN = [(0, 1), (1, 2), (2, 3)], [(1, 0), (2, 1), (3, 2)]
+
+
+def window(x, up=UP, down=DOWN, n=1):
+    """A device's rows of dim 1, with ``n`` rows of each neighbour."""
+    return jnp.concatenate([send(x[:, -n:], up), x, send(x[:, :n], down)], 1)
+
+
+def pool(x, padding=((0, 0), (1, 1), (0, 0))):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), padding)
+
+
+def pool_of_window(x, fill=-jnp.inf, first=-1):
+    x = window(x)
+    row = lax.broadcasted_iota(np.int32, x.shape, 1) + (lax.axis_index("data") * (x.shape[1] - 2) + first)
+    return pool(jnp.where((row >= 0) & (row < 16), x, fill), ((0, 0), (0, 0), (0, 0)))
+
+
+def dilated(x, w, shift=0):
+    """The transpose of a convolution of stride 2, of a window of `x` with a zero before each element, at tables of offsets."""
+    x = lax.pad(window(x), np.float32(0), ((0, 0, 0), (1, 1, 1), (0, 0, 0)))
+    x = lax.dynamic_slice_in_dim(
+        x, jnp.asarray(np.array([2, 2, 2, 2], np.int32) + shift)[lax.axis_index("data")], 10, 1
+    )
+    return conv(x, w, padding=((0, 0),))
+
+
+def matmul(contract, side=0):
+    return Dot(((contract[:1], contract[1:]), ((), ())), side)
+
+
+def rings(x, w, g, tile=1):
+    """x @ w of gathered rows of x, and xᵀ @ g, a sum over these rows."""
+    return gather_dots(x, [w, g], [matmul((1, 0)), matmul((0, 0))], "data", 0, tile=tile)
+
+
+def scattered(x, w, y, v, tile=1):
+    """A sum of matmuls and of a transposed one, reduce-scattered over `data` along its rows."""
+    finish = lambda blocks: blocks[0] + blocks[1].T  # noqa: E731
+    return dots_scatter(
+        [(x, w), (y, v)], [matmul((1, 0)), matmul((1, 0))], [0, 1], "data", 0, jnp.float32, finish=finish, tile=tile
+    )
+
+
+def broken_ring(x, w, steps=4, shift=0, twice=False):
+    """A ring that adds the matmuls of the blocks of ``steps`` devices."""
+    me, total = lax.axis_index("data"), jnp.zeros((x.shape[1], w.shape[1]))
+    for k in range(steps):
+        rows = lax.dynamic_slice_in_dim(w, (me + 4 - k + shift) % 4 * x.shape[0], x.shape[0], 0)
+        total += x.T @ rows
+        x = x if twice else send(x, [*UP, (3, 0)])
+    return total
+
+
 SLOTS = np.array([3, 15, 0, 9], np.int32)
 psum = functools.partial(lax.psum, axis_name="data")
 gather = functools.partial(lax.all_gather, axis_name="data", tiled=True)
+ROWS = P(None, "data")
 SWAPPED = [(j * 4 + i, i * 2 + j) for i in range(4) for j in range(2)]
 CASES = {
     "elementwise": (lambda x: jnp.exp(x) * 2 + x, None, [P("data")], P("data"), [(8, 4)], P()),
@@ -94,10 +167,73 @@ CASES = {
         lambda x: x + jax.random.bits(jax.random.key(3), (8, 4)).astype(jnp.float32), bits_of,
         [P("data")], P("data"), [(8, 4)], P(),
     ),
+    "argmax": (lambda x: jnp.argmax(x, 1), best, [ROWS], P(), [(6, 8)], P("data")),
+    "argmin": (lambda x: jnp.argmin(x, 1), lambda x: best(x, jnp.argmin), [ROWS], P(), [(6, 8)], P("data")),
+    "halo": (conv, lambda x, w: conv(window(x), w, padding=((0, 0),)), [ROWS, P()], ROWS, [(2, 16, 3), (3, 3, 4)], P()),
+    "halo of a stride": (
+        lambda x, w: conv(x, w, 2), lambda x, w: conv(window(x)[:, :-1], w, 2, ((0, 0),)), [ROWS, P()], ROWS,
+        [(2, 16, 3), (3, 3, 4)], P(),
+    ),
+    "dilated window": (
+        lambda x, w: lax.conv_general_dilated(x, w, (1,), ((1, 2),), (2,), dimension_numbers=("NWC", "WIO", "NWC")), dilated,
+        [ROWS, P()], ROWS, [(2, 16, 3), (3, 3, 4)], P(),
+    ),
+    "gradient of a kernel": (
+        lambda x, g: jax.vjp(lambda w: conv(x, w), jnp.zeros((3, 3, 4)))[1](g)[0],
+        lambda x, g: psum(jax.vjp(lambda w: conv(window(x), w, padding=((0, 0),)), jnp.zeros((3, 3, 4)))[1](g)[0]),
+        [ROWS, ROWS], P(), [(2, 16, 3), (2, 16, 4)], P("data"),
+    ),
+    "pooling": (pool, pool_of_window, [ROWS], ROWS, [(2, 16, 3)], P()),
+    "ring of a gather": (
+        lambda x, w, g: [x @ w, x.T @ g], rings, [P("data"), P(), P()], [P(), P()], [(8, 4), (4, 3), (8, 3)], P("data"),
+    ),
+    "ring of a gather, small blocks": (
+        lambda x, w, g: [x @ w, x.T @ g], lambda *a: rings(*a, tile=256), [P("data"), P(), P()], [P(), P()],
+        [(8, 4), (4, 3), (8, 3)], P("data"),
+    ),
+    "ring of a scatter": (
+        lambda x, w, y, v: x @ w + (y @ v).T, scattered, [ROWS, P("data"), ROWS, P("data")], P("data"),
+        [(8, 4), (4, 8), (8, 4), (4, 8)], P(),
+    ),
+    "ring of a sum": (lambda x, w: x.T @ w, broken_ring, [P("data"), P()], P(), [(8, 3), (8, 5)], P("data")),
     "scan": (scan_of, lambda x, w: scan_of(x, w, psum), [P(None, "data"), P("data")], P(), [(5, 8), (8, 6)], P("data")),
 }  # fmt: skip
 WRONG = {
     "rows of a table": [lambda x: rows_of(x, 1)],
+    "argmax": [
+        lambda x: best(x, jnp.argmin),
+        lambda x: best(x, shift=1),
+        lambda x: jnp.argmax(x, 1),
+        lambda x: jnp.argmax(gather(jnp.max(x, 1, keepdims=True), axis=1), 1),
+        lambda x: best(x, of=gather(x, axis=1)),
+        lambda x: best(x, of=send(x, [*UP, (3, 0)])),
+    ],
+    "halo": [
+        lambda x, w: conv(window(x, DOWN, UP), w, padding=((0, 0),)),
+        lambda x, w: conv(x, w),
+        lambda x, w: conv(window(x, [*UP, (3, 0)]), w, padding=((0, 0),)),
+        lambda x, w: conv(window(x)[:, ::-1], w, 1, ((0, 0),)),
+        lambda x, w: conv(window(x, n=2)[:, :-2], w, padding=((0, 0),)),
+        lambda x, w: conv(window(x) + 1, w, padding=((0, 0),)),
+    ],
+    "halo of a stride": [lambda x, w: conv(window(x)[:, 1:], w, 2, ((0, 0),))],
+    "dilated window": [lambda x, w: dilated(x, w, 1), lambda x, w: dilated(x, w, np.array([0, 0, 0, 1], np.int32))],
+    "gradient of a kernel": [
+        lambda x, g: jax.vjp(lambda w: conv(window(x), w, padding=((0, 0),)), jnp.zeros((3, 3, 4)))[1](g)[0],
+        lambda x, g: psum(jax.vjp(lambda w: conv(x, w), jnp.zeros((3, 3, 4)))[1](g)[0]),
+    ],
+    "pooling": [
+        lambda x: pool_of_window(x, 0.0),
+        lambda x: pool_of_window(x, first=0),
+        lambda x: pool(window(x), ((0, 0),) * 3),
+    ],
+    "ring of a sum": [
+        lambda x, w: broken_ring(x, w, 3),
+        lambda x, w: broken_ring(x, w, 5),
+        lambda x, w: broken_ring(x, w, shift=1),
+        lambda x, w: broken_ring(x, w, twice=True),
+    ],
+    "ring of a scatter": [lambda x, w, y, v: scattered(x, w, y, v * 2), lambda x, w, y, v: scattered(x, w, x, w)],
     "slots of a cache": [
         lambda x, new: written_to(x, new, 1),
         lambda x, new: written_to(x, new, np.arange(4, dtype=np.int32)),

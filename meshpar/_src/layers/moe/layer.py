@@ -129,7 +129,7 @@ def moe(
     if execution.implementation in KERNELS and router in ROUTED_BY_KERNELS:
         options["implementation"] = execution.implementation
     _check_options(router, route, options)
-    named = _weights(router, x, router_weights, options.get("ids"))
+    named = _router_weights(router, x, router_weights, options.get("ids"))
     routing = _route(route, x, named, number, {**options, "groups": groups, "mask": mask})
     rate, most = _row_bounds(router, routing, number, groups, capacity, options.get("k", 1))
     matrices = [experts[n].astype(x.dtype) for n in EXPERT if n in experts]
@@ -231,10 +231,17 @@ _WEIGHTS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """Router → the parts of its weights, where these are not ``kernel`` alone."""
 
-_SHAPES = {"kernel": "[H, E]", "noise": "[H, E]", "outer": "[H, O]", "inner": "[H, O, I]"}
+_DIMS = {"kernel": "HE", "noise": "HE", "outer": "HO", "inner": "HOI"}
+"""The dims of each part."""
 
 
-def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, ids: Any) -> dict[str, jax.Array]:
+def _shapes_text(form: tuple[str, ...]) -> str:
+    """``[H, E]`` of the kernel alone, else ``{"outer": [H, O], "inner": [H, O, I]}``."""
+    shapes = {n: f"[{', '.join(_DIMS[n])}]" for n in form}
+    return shapes["kernel"] if form == ("kernel",) else "{" + ", ".join(f'"{n}": {s}' for n, s in shapes.items()) + "}"
+
+
+def _router_weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, ids: Any) -> dict[str, jax.Array]:
     """The parts of the ``router_weights`` of :func:`moe` by name; none for token ids.
 
     Raises:
@@ -243,11 +250,10 @@ def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, i
     any_form = (*_WEIGHTS["noisy_top_k"], *_WEIGHTS["two_level"], *_WEIGHTS["hash"])
     forms = any_form if callable(router) else _WEIGHTS.get(router, (("kernel",),))
     named = dict(weights) if isinstance(weights, Mapping) else {} if weights is None else {"kernel": weights}
-    fits = all(hasattr(w, "ndim") and w.ndim == _SHAPES.get(n, "").count(",") + 1 for n, w in named.items())
+    fits = all(hasattr(w, "ndim") and w.ndim == len(_DIMS.get(n, "")) for n, w in named.items())
     if {*named} not in map(set, forms) or not fits or any(w.shape[0] != x.shape[-1] for w in named.values()):
-        texts = ["{" + ", ".join(f'"{n}": {_SHAPES[n]}' for n in form) + "}" for form in forms if form]
-        wanted = " or ".join(texts).replace('{"kernel": [H, E]}', "[H, E]")
-        wanted = wanted or "None, and ids= with the id of each token"
+        texts = [_shapes_text(form) for form in forms if form]
+        wanted = " or ".join(texts) or "None, and ids= with the id of each token"
         got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in named.items()) or "None"
         raise refused(
             f"router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
@@ -265,7 +271,7 @@ def _weights(router: str | Callable[..., Routing], x: jax.Array, weights: Any, i
 def _route(
     route: Callable[..., Routing], x: jax.Array, named: Mapping[str, jax.Array], experts: int, options: dict[str, Any]
 ) -> Routing:
-    """The router's result for tokens x; ``named``: from :func:`_weights`.
+    """The router's result for tokens x; ``named``: from :func:`_router_weights`.
 
     Raises:
       MeshparError: router weights for another number of experts.

@@ -12,6 +12,14 @@ The rewritten program represents them by arrays that do divide, as long as the o
 A lookup of one element per row, ``x[jnp.arange(n), i]``, becomes a batched lookup. Any other op reads the value of a view, which a
 copy of the program's own equation computes. :data:`REWRITES` and :data:`READERS` list the rewrites. Each names a program that sends
 more bytes without it, and ``tests/program/test_rewrites_fire.py`` plans these programs without it: add a rewrite with its program.
+
+.. code-block:: text
+
+    rewriter                    walks a jaxpr; the interface of the rewrites
+    views                       the representations: indexed, collapsed, padded
+    slices, collapsed, lookups  the rewrites that make views, by family of ops
+    padded                      ops on views whose dims do not divide
+    integers                    evaluates indices and masks that depend on constants alone
 """
 
 from __future__ import annotations

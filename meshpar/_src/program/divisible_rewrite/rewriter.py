@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...compat.jax import (
+    Atom,
     abstract_array,
     bind,
     body_consts,
@@ -30,7 +31,7 @@ from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Program, Value
 from ..jaxprs import inline, live, variables
 from ..scalars import constant_of
-from .constants import Constants
+from .integers import Constants
 from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
 
 ShardCounts = Callable[[Value, int], int]
@@ -282,7 +283,7 @@ class Site:
         """Append the op on other operands, with some parameters changed, and return the atom of its one result."""
         return self.emit(lambda *xs: bind(self.op.eqn, xs, {**self.params, **changed})[0], *atoms)
 
-    def emit_masked(self, atom: Any, dims: Mapping[int, PaddedDim], fill: Any) -> Any:
+    def emit_masked(self, atom: Atom, dims: Mapping[int, PaddedDim], fill: Any) -> Any:
         """Append equations that overwrite the padding of some dims with ``fill``, and return the atom of their result."""
 
         def masked(x: Any) -> Any:
@@ -299,7 +300,7 @@ class Site:
         self.scope[self.op.eqn.outvars[k]] = by
         return True
 
-    def define_padded(self, k: int, atom: Any, dims: Mapping[int, PaddedDim]) -> bool:
+    def define_padded(self, k: int, atom: Atom, dims: Mapping[int, PaddedDim]) -> bool:
         """Represent result k by an array that is padded along some dims. Returns True."""
         op, notes = self.op, self.rewriter.notes
         padded = [dim for dim in dims.values() if dim.is_padded]
@@ -329,7 +330,7 @@ Rewrite = Callable[[Site], bool]
 """Represents the results of an op by views or atoms, and returns True; or returns False, so that the next rewrite is tried."""
 
 
-def representation(scope: Scope, atom: Any) -> Any:
+def representation(scope: Scope, atom: Atom) -> Any:
     """The view or atom of the rewritten jaxpr that represents an atom of the program."""
     return atom if isinstance(atom, Literal) else scope.get(atom, atom)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...compat.jax import Atom
 from ...rules.rearrange import ANY, ZERO
 
 
@@ -67,7 +68,7 @@ class IndexedView:
     indices: dict[int, DimIndices]
     copy: Callable[[], Any] | None = None
     composed: bool = False
-    atom: Any = None
+    atom: Atom | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,7 +94,7 @@ class CollapsedView:
 
     source: Any
     groups: tuple[tuple[int, ...], ...]
-    atom: Any = None
+    atom: Atom | None = None
 
     def source_dims(self, dims: Sequence[int]) -> tuple[int, ...]:
         """The source dims that some dims of the view merge: with groups ``((2,), (3, 4))``, dim 1 merges dims 1 and 2."""

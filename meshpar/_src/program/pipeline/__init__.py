@@ -4,6 +4,16 @@ A scan over stacked weights whose stacked dim is split over axes of K devices is
 loop over microbatches. It is rewritten, in terms of global arrays, as loops over the ticks of a schedule (:mod:`.schedule`), in
 which every value of a stage has a leading dim of K stages (:mod:`.rewrite`). The layout splits this dim like the stacked dim, whose
 name it has. The rewritten program is planned like any other.
+
+.. code-block:: text
+
+    find      loops over stacked layers whose stacked dim is split
+    segments  the body of a microbatch loop, divided around its layer loops
+    schedule  arithmetic: which microbatch a stage processes at each tick, idle slots
+    rewrite   the microbatch loop as loops over ticks
+    slots     one tick of a layer loop: all stages run their own layers
+    split     input and weight gradients apart (zero bubble)
+    narrow    stacked weights cast and gathered once, before the loop
 """
 
 from __future__ import annotations

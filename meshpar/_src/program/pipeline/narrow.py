@@ -112,7 +112,7 @@ def _only_cast(loop: Op, position: int) -> JaxprEqn | None:
     return cast if floats and dtype.itemsize < value.aval.dtype.itemsize else None
 
 
-def _widening(eqn: Any, wide: Mapping[int, Any], invars: Sequence[Any]) -> ClosedJaxpr:
+def _widening(eqn: JaxprEqn, wide: Mapping[int, Any], invars: Sequence[Any]) -> ClosedJaxpr:
     """The body of a scan that takes narrower slices at some positions, and casts them to the dtypes of its own.
 
     Args:

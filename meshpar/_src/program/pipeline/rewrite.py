@@ -26,7 +26,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from ....errors import UnsupportedError
-from ...compat.jax import at_line_of, bind, on_host, with_weak_type, zeros
+from ...compat.jax import Atom, at_line_of, bind, on_host, with_weak_type, zeros
 from ...compat.loops import loop_parts
 from ..jaxprs import live
 from ..primitives import rename_dims_p
@@ -162,7 +162,7 @@ class TickLoops:
             offsets[-1] += len(offsets) == 3
         return tuple(offsets)
 
-    def made_at(self, var: Any) -> Time:
+    def made_at(self, var: Atom) -> Time:
         """When a variable is made."""
         place = self.body.place(var)
         return self.slot_times[place.loop] if place.stacked else Time(self.offsets[place.runs.segment])
@@ -218,7 +218,7 @@ class TickLoops:
 
     # -- rings
 
-    def _ring(self, key: int, var: Any) -> Ring:
+    def _ring(self, key: int, var: Atom) -> Ring:
         """The ring of a variable in which the state has ``key``, with a row for each value that is still to be read."""
         s, place, made = self.schedule, self.body.place(var), self.made_at(var)
         runs = [part for p in self.phases for part in p.parts if self.runs(place.runs, part)]
@@ -267,7 +267,7 @@ class TickLoops:
             if body.segment(out) == j and not isinstance(out, Literal):
                 yield out
 
-    def _read(self, needs: _Needs, var: Any, time: Time, place: Place | None) -> None:
+    def _read(self, needs: _Needs, var: Atom, time: Time, place: Place | None) -> None:
         """Record that a variable is read at a time, in a segment, or in a slot (None)."""
         made = self.body.place(var)
         if isinstance(var, Literal):
@@ -619,11 +619,11 @@ class _Tick:
 
     # -- values of other ticks
 
-    def ring(self, var: Any) -> Any:
+    def ring(self, var: Atom) -> Any:
         """The rows of the ring in which a variable is stored."""
         return self.state["rings"][self.loops.rings[var].key]
 
-    def store(self, var: Any, x: Any) -> None:
+    def store(self, var: Atom, x: Any) -> None:
         """Write a value into the row of this tick of its ring."""
         loops, ring, made = self.loops, self.loops.rings[var], self.loops.made_at(var)
         values, place = self.ring(var), self.body.place(var)
@@ -648,7 +648,7 @@ class _Tick:
         own = step - made.step * index - (count - 1 if made.step < 0 else 0)
         return jnp.asarray(ring.table, np.int32)[jnp.clip(own, 0, len(ring.table or ()) - 1)]
 
-    def row(self, var: Any, time: Time) -> Any:
+    def row(self, var: Atom, time: Time) -> Any:
         """The row of a ring in which the value is that is read at a time: a scalar, or [K]."""
         ring, made, s = self.loops.rings[var], self.loops.made_at(var), self.schedule
         if s.rounds == 1:
@@ -659,7 +659,7 @@ class _Tick:
         microbatch, r, _ = self.of(time)
         return lax.rem(microbatch, np.int32(ring.rows)) if ring.table is None else self.row_of(var, microbatch, r)
 
-    def row_of(self, var: Any, microbatch: Any, r: Any) -> Any:
+    def row_of(self, var: Atom, microbatch: Any, r: Any) -> Any:
         """[K]: for each stage, the row in which a ring with a table has the value of a microbatch and round."""
         ring, s = self.loops.rings[var], self.schedule
         q = s.rounds - 1 - r if self.loops.made_at(var).turn < 0 else r
@@ -667,7 +667,7 @@ class _Tick:
         step = group * s.period + q * s.stages + within
         return jnp.asarray(ring.table, np.int32)[jnp.clip(step, 0, len(ring.table or ()) - 1)]
 
-    def read(self, var: Any, time: Time) -> Any:
+    def read(self, var: Atom, time: Time) -> Any:
         """The value that a segment reads, of the microbatch that it runs for."""
         if isinstance(var, Literal):
             return var.val
@@ -694,13 +694,13 @@ class _Tick:
         at = jnp.clip(self.of(time)[0], 0, m - 1)
         return m - 1 - at if self.loops.eqn.params["reverse"] else at
 
-    def rows(self, var: Any, time: Time, stages: Stages) -> Any:
+    def rows(self, var: Atom, time: Time, stages: Stages) -> Any:
         """[K, …]: for each stage, the value of its microbatch."""
         if var in self.xs:
             return stages.rows(self.xs[var], self.position(time), -1)
         return stages.rows(self.ring(var), self.row(var, time), -1)
 
-    def stack(self, var: Any, time: Time, stages: Stages, r: Any) -> Any:
+    def stack(self, var: Atom, time: Time, stages: Stages, r: Any) -> Any:
         """[l, K, …], or an equivalent :class:`RoundOfStack`: for each stage, its part of a stacked operand of a slot, of its
         microbatch and round ``r``."""
         renamed: tuple[tuple[str, str], ...] = ()
@@ -717,7 +717,7 @@ class _Tick:
         return parts if stages.rounds == 1 else RoundOfStack(parts, r * np.int32(stages.length), renamed)
 
 
-def _on_host(var: Any, loop: LayerLoop, residual: bool) -> UnsupportedError:
+def _on_host(var: Atom, loop: LayerLoop, residual: bool) -> UnsupportedError:
     """The error for a value in host memory of which each stage reads another part in a tick: a residual of a layer, such as an
     offloaded one, or weights of several rounds."""
     what, part = ("a residual", "row of the residuals") if residual else ("an operand", "part of it")

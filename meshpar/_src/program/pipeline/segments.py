@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from ....errors import UnsupportedError
-from ...compat.jax import body_consts, body_operands
+from ...compat.jax import Atom, aval_of, body_consts, body_operands
 from ...compat.loops import loop_parts
 from ...iterables import grouped
 from ...rules import primitive
@@ -80,11 +80,11 @@ class Body:
     accumulators: dict[int, Any] = field(default_factory=dict)
     gathered: dict[Any, tuple[tuple[str, str], ...]] = field(default_factory=dict)
 
-    def place(self, atom: Any) -> Place:
+    def place(self, atom: Atom) -> Place:
         """The place of a variable or literal."""
         return CONSTANT if isinstance(atom, Literal) else self.places[atom]
 
-    def segment(self, atom: Any) -> int:
+    def segment(self, atom: Atom) -> int:
         """The segment in which a value is complete: of a stack, the one after its loop."""
         return self.place(atom).runs.segment
 
@@ -224,13 +224,13 @@ def _place_all(
         places.update(dict.fromkeys(eqn.outvars, place))
 
 
-def _is_elementwise(body: Body, eqn: Any) -> bool:
+def _is_elementwise(body: Body, eqn: JaxprEqn) -> bool:
     """Whether an op may be applied to the parts of stacks: it is elementwise, with scalars that do not change."""
     if not primitive(eqn.primitive.name).elementwise or len(eqn.outvars) != 1:
         return False
-    shape = eqn.outvars[0].aval.shape
+    shape = aval_of(eqn.outvars[0]).shape
     return all(
-        v.aval.shape == shape if body.place(v).stacked else isinstance(v, Literal) and np.ndim(v.val) == 0
+        aval_of(v).shape == shape if body.place(v).stacked else isinstance(v, Literal) and np.ndim(v.val) == 0
         for v in eqn.invars
     )
 

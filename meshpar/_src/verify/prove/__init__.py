@@ -9,10 +9,14 @@
     lemmas    for each op and collective: the relation of the results from the relations of the operands
     loops     scan and while: invariants
     walk      the function and the per-device program, equation by equation
+    pieces    the elements that each device has of a dim, where they are no block: halos, and blocks that go round a ring
+    windows   sliding windows of pieces
+    claims    what the plan says about its collectives and shardings
     report    the certificate
 
 The package imports neither rules, planner nor lowering: it shares no code with what it verifies.
 """
 
+from .claims import DECOMPOSED, Claims
 from .report import Proof
 from .walk import prove_program

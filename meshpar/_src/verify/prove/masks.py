@@ -68,7 +68,13 @@ def parts(*terms: Term) -> Iterator[Term]:
 
 def leaves(*terms: Term) -> list[Term]:
     """The values that terms are evaluated from, apart from numbers and coordinates."""
-    return [t for t in parts(*terms) if t.op not in ("literal", "axis_index") and function_of(t) is None]
+    return [t for t in parts(*terms) if t.op not in ("literal", "axis_index", "entry_block") and function_of(t) is None]
+
+
+def constant(term: Term) -> np.ndarray:
+    """The elements of a term ``array``."""
+    shape, data = term.params
+    return np.frombuffer(data, term.dtype).reshape(shape)
 
 
 def evaluate(
@@ -86,9 +92,11 @@ def evaluate(
     def value(t: Term) -> np.ndarray:
         if t.number not in done:
             number, function = number_of(t), function_of(t)
-            if t.op == "axis_index":
-                require(str(t.params) in at, "an index that depends on the device along another axis")
-                found = at[str(t.params)][:, None]
+            if t.op in ("axis_index", "entry_block"):
+                require(t.axes <= set(at), "an index that depends on the device along another axis")
+                own: Any = (t.params,) if t.op == "axis_index" else t.params[0]
+                found = np.asarray(ctx.linear(own, at))[:, None]
+                found = constant(t.args[0])[found] if t.args else found
             elif number is not None:
                 found = np.asarray([[number]])
             elif function is None:
@@ -114,17 +122,6 @@ def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) 
         if (offsets == base + step * ctx.linear(order, at)).all():
             return order, base
     return None
-
-
-def sharded_start(ctx: Context, start: Term, n: int, total: int) -> tuple[str, ...]:
-    """The axes along which ``start`` is ``n`` times the index of the device, so that slices of ``n`` of ``total`` are blocks; a
-    slice that begins beyond the last block is moved back to it. () if there are none."""
-    axes = axes_of(ctx, start)
-    if not axes or leaves(start) or ctx.size(axes) * n != total:
-        return ()
-    (offsets,) = evaluate(ctx, axes, [start])
-    order = order_of(ctx, axes, np.clip(offsets[:, 0], 0, total - n), n)
-    return () if order is None or order[1] else order[0]
 
 
 def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ...compat.jax import aval_of
 from .term import Term, Terms
 
 Spec = tuple[tuple[str, ...], ...]
@@ -47,6 +48,8 @@ class Rel:
       partial: the axes over which the value is to be reduced.
       kind: by which reduction: ``sum``, ``max``, ``min``; for booleans ``max`` is ``or``. ``one``: a sum in which one device of
         a group has the value, and the others -0.0. With ``*``: an elementwise function of such a value.
+      origin: of a matmul over one dim that is sharded, which is partial over its axes: (these axes, the origin of its sums in
+        :class:`pieces.Pieces`).
     """
 
     term: Term
@@ -54,6 +57,7 @@ class Rel:
     spec: Spec
     partial: frozenset[str] = frozenset()
     kind: str = "sum"
+    origin: tuple[tuple[str, ...], Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.spec) == len(self.term.shape), (self.term, self.shape, self.spec)
@@ -73,6 +77,10 @@ class Rel:
     def resized(self, d: int, n: int) -> tuple[int, ...]:
         """The shape, with ``n`` elements along a dim."""
         return (*self.shape[:d], n, *self.shape[d + 1 :])
+
+    def placed(self, specs: Mapping[int, tuple[str, ...]]) -> Rel:
+        """The relation with other axes of some dims."""
+        return replace(self, spec=tuple(specs.get(d, s) for d, s in enumerate(self.spec)))
 
     def of(self, term: Term, shape: Sequence[int], spec: Iterable[tuple[str, ...]]) -> Rel:
         """The relation of a result that carries the partial axes along."""
@@ -166,11 +174,6 @@ def require(condition: bool, reason: str, refused: bool = False) -> None:
     """Raise if a lemma does not apply."""
     if not condition:
         raise Unverified(reason, refused)
-
-
-def aval_of(var: Any) -> Any:
-    """The shape and dtype of a variable."""
-    return var.aval
 
 
 def out_shape(eqn: JaxprEqn) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class Result:
 
 ASSUMPTIONS = (
     "JAX's ops have the semantics of their documentation, and XLA compiles them so",
-    "sums in another order are equal, and so are multiples by numbers before and after a sum or a cast: up to rounding",
+    "sums in another order are equal, and so are multiples by numbers and casts to floats in another order: up to rounding",
 )
 
 
@@ -51,6 +51,8 @@ class Proof:
       unreached: number of equations that read their results.
       kernels: name → number of calls of kernels, whose local form is assumed to compute their rule.
       seconds: CPU time.
+      claims: number of claims of the plan (its collectives by kind and axes, the shardings of arguments and results) that were
+        compared with the program; those that do not hold are in ``failed``, as the op ``plan``. None: there is no plan.
       planned: of a proof that fails, the proof against the program that the plan was made of, after the rewrites of meshpar
         (pipelines, gradients of kernels): what a layout may change is proven there, and the rewrites are not.
     """
@@ -61,6 +63,7 @@ class Proof:
     unreached: int
     kernels: Mapping[str, int]
     seconds: float
+    claims: int | None = None
     planned: Proof | None = None
 
     @staticmethod
@@ -122,6 +125,14 @@ class Proof:
             f"{mark} {self.status}: {count} of {len(self.results)} results are those of the function as written",
             f"  {total} ops proven ({self.share:.0%}): {families}",
         ]
+        if self.claims is not None:
+            wrong = sum(c.op == "plan" for c in self.failed)
+            text = (
+                f"{wrong} of {self.claims} claims of the plan do not hold"
+                if wrong
+                else f"{self.claims} claims of the plan hold"
+            )
+            lines.append(f"  {text}: collectives, shardings of arguments and results")
         lines += [f"  not proven: {c}" + f", {n} times" * (n > 1) for c, n in list(self.failed.items())[:MAX_CAUSES]]
         if self.planned is not None:
             proven = sum(r.status == "proven" for r in self.planned.results)

@@ -64,6 +64,7 @@ class Terms:
     def __init__(self) -> None:
         self.table: dict[Hashable, Term] = {}
         self.known: set[int] = set()
+        self.uses: dict[Hashable, list[Term]] = {}  # op and numbers of operands → terms, with any params
         self.equal: dict[int, Term] = {}  # number of a term → the term that it is equal to
 
     def make(
@@ -83,6 +84,7 @@ class Terms:
         found = self.table.get(key)
         if found is None:
             found = self.table[key] = Term(op, params, args, shape, dtype, len(self.table))
+            self.uses.setdefault((op, *key[2]), []).append(found)
         return self.equal.get(found.number, found)
 
     def is_known(self, term: Term) -> bool:
@@ -155,6 +157,9 @@ class Terms:
         dtype = str(dtype)
         if x.dtype == dtype:
             return x
+        if x.op == "convert" and x.args[0].dtype == dtype and x.dtype in ("float32", "float64") and is_float(dtype):
+            wide = x.dtype == "float64" or dtype != "float64"
+            return x.args[0] if wide else self.make("convert", None, (x,), x.shape, dtype)  # wider numbers and back
         number = number_of(x)
         if number is not None and (is_float(dtype) or (dtype.startswith("int") and not is_float(x.dtype))):
             return self.literal(number, dtype, len(x.shape))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ...compat.jax import axes_of_spec, scan_counts, source_line, without_dead_code
+from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
 from . import loops
+from .claims import Claims, differences
 from .laws import act, axes_text, not_partial, partial_of
 from .lemmas import LOCAL_FORM, family_of, lemma_of
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
-from .relation import Cause, Context, Known, Rel, Unverified, aval_of, mapped, require
+from .pieces import OF_PIECES, has_pieces
+from .relation import Cause, Context, Known, Rel, Spec, Unverified, mapped, require
 from .report import Proof, Result
 from .term import Terms
 
@@ -40,6 +42,7 @@ class Walk:
       kernels: name → calls of local forms of kernels.
       failed: why others have none.
       unreached: equations that read their results.
+      arguments, results: number of an argument, and of the term of a result → its specs in the ``shard_map``.
       counting: whether equations are counted: not in the first walks of a loop body.
     """
 
@@ -50,23 +53,18 @@ class Walk:
         self.failed: Counter[Cause] = Counter()
         self.unreached = 0
         self.counting = True
+        self.arguments: defaultdict[int, set[Spec]] = defaultdict(set)
+        self.results: defaultdict[int, set[Spec]] = defaultdict(set)
         self.bodies = {"scan": self.scan, "while": self.while_, "cond": self.cond, "shard_map": self.shard_map}
         self.bodies.update(dict.fromkeys(CALLS, self.call))
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Known]) -> list[Known]:
         """The relations of the results of a jaxpr, from the relations of its arguments."""
-        env: dict[Any, Known] = dict(zip(jaxpr.invars, args, strict=True))
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.ctx.replicated(self.ctx.terms.array(const), getattr(const, "shape", ()))
-
-        def read(var: Any) -> Known:
-            if isinstance(var, Literal):
-                return self.ctx.replicated(self.ctx.terms.literal(var.val, aval_of(var).dtype), ())
-            return env[var]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.equation(eqn, [read(v) for v in eqn.invars]), strict=True))
-        return [read(v) for v in jaxpr.outvars]
+        terms, replicated = self.ctx.terms, self.ctx.replicated
+        known = [replicated(terms.array(c), getattr(c, "shape", ())) for c in consts]
+        return interpret(
+            jaxpr, known, args, self.equation, lambda x: replicated(terms.literal(x.val, aval_of(x).dtype), ())
+        )
 
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
@@ -83,12 +81,15 @@ class Walk:
                 return [unknown] * len(eqn.outvars)
             if fn is None:
                 raise Unverified("no lemma")
-            keep = name == "bitcast_convert_type"
+            keep, pieces = name == "bitcast_convert_type", any(has_pieces(r) for r in rels if isinstance(r, Rel))
+            require(not pieces or name in OF_PIECES or fn.__module__.endswith("elementwise"), "no lemma for pieces")
             out = fn(self.ctx, eqn, [r if keep else as_sum(r) for r in rels if isinstance(r, Rel)])
+            for r, var in zip(out, eqn.outvars, strict=True):
+                assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
         except Unverified as e:
             return [self.unknown(eqn, str(e), e.refused, rels)] * len(eqn.outvars)
-        for r, var in zip(out, eqn.outvars, strict=True):
-            assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
+        except (AssertionError, IndexError, KeyError, TypeError, ValueError) as e:  # of a lemma: nothing is known
+            return [self.unknown(eqn, f"the lemma fails: {e!r}"[:200], rels=rels)] * len(eqn.outvars)
         self.ctx.note(out)
         self.count(eqn, family_of(fn))
         return list(out)
@@ -133,11 +134,16 @@ class Walk:
                 r if isinstance(r, Cause) else r.of(r.term, aval_of(v).shape, spec_of(spec, len(r.shape)))
                 for r, spec, v in zip(rels, p["in_specs"], jaxpr.invars, strict=True)
             ]
+            for r, spec in zip(rels, p["in_specs"], strict=True):
+                if isinstance(r, Rel) and r.term.op == "input":
+                    number: Any = r.term.params
+                    self.arguments[number].add(spec_of(spec, len(r.shape)))
             results = self.run(jaxpr, (), args)
-            return [
-                r if isinstance(r, Cause) else self.result(eqn, k, r, spec_of(spec, len(r.shape)))
-                for k, (r, spec) in enumerate(zip(results, p["out_specs"], strict=True))
-            ]
+            for k, (r, spec) in enumerate(zip(results, p["out_specs"], strict=True)):
+                if isinstance(r, Rel):
+                    self.results[r.term.number].add(spec_of(spec, len(r.shape)))
+                    results[k] = self.result(eqn, k, r, spec_of(spec, len(r.shape)))
+            return results
         finally:
             self.ctx.sizes = {}
 
@@ -239,13 +245,16 @@ class Walk:
         return out
 
 
-def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[str] = ()) -> Proof:
+def prove_program(
+    written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[str] = (), claims: Claims | None = None
+) -> Proof:
     """Prove that a lowered program computes a function.
 
     Args:
       written: the function, of global arrays.
       program: the same arguments and results, with a ``shard_map`` of the per-device program inside.
       paths: names of the results.
+      claims: of the plan that the program was made from.
 
     Returns:
       A :class:`Proof`.
@@ -273,7 +282,23 @@ def prove_program(written: ClosedJaxpr, program: ClosedJaxpr, paths: Sequence[st
         assert not isinstance(cause, Rel)
         status = "proven" if cause is None else "refused" if cause.refused else "not verified"
         results.append(Result(path, status, cause))
-    failed = dict(walk.failed) | {r.cause: walk.failed[r.cause] for r in results if r.cause is not None}
+    wrong: list[tuple[str, str]] = []
+    if claims is not None:
+        specs = [(f"argument {p}", want, walk.arguments[k]) for k, (p, want) in enumerate(claims.arguments)]
+        for (p, want), r in zip(claims.results, found, strict=True):
+            specs.append((f"result {p}", want, walk.results[r.term.number] if isinstance(r, Rel) else set()))
+        wrong = differences(claims, program.jaxpr, specs)
+    failed = (
+        {Cause("plan", *w): 0 for w in wrong}
+        | dict(walk.failed)
+        | {r.cause: walk.failed[r.cause] for r in results if r.cause is not None}
+    )
     return Proof(
-        tuple(results), dict(walk.proven), failed, walk.unreached, dict(walk.kernels), time.process_time() - begin
+        tuple(results),
+        dict(walk.proven),
+        failed,
+        walk.unreached,
+        dict(walk.kernels),
+        time.process_time() - begin,
+        None if claims is None else sum(map(len, (claims.sends, claims.arguments, claims.results))),
     )

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..laws import axes_text
-from ..masks import order_of
+from ..pieces import Pieces, gathered_pieces, sent
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
 
@@ -84,6 +84,10 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
     if x.term.shape[d] == 1:
         return replace(x, shape=shape)
     have = x.spec[d]
+    others = {a for k, s in enumerate(x.spec) if k != d for a in s} & set(axes)
+    require(not others, f"an all-gather over {axes_text(others)}, over which another dim is sharded", refused=True)
+    if isinstance(have, Pieces):
+        return gathered_pieces(ctx, x, axes, d)
     fits = have[len(have) - len(axes) :] == axes
     require(fits, f"an all-gather over {axes} of dim {d}, which is sharded over {have}", refused=True)
     spec = tuple(s[: len(s) - len(axes)] if k == d else s for k, s in enumerate(x.spec))
@@ -125,26 +129,15 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @lemma("ppermute")
 def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Each device gets the value of another one: the blocks of the same value in another order, if they are those of a spec."""
+    """Each device gets the value of another one, or zeros: other blocks or pieces of the same value."""
     (x,), axes = rels, axes_of(eqn, ctx)
     sources = np.full(ctx.size(axes), -1)
     for source, target in eqn.params["perm"]:
         sources[target] = source
-    require(bool((sources >= 0).all()), "a permutation in which some devices receive zeros")
     require(not x.partial & set(axes), "a permutation of a partial value")
     require(not x.term.axes & set(axes), "a permutation of values that depend on the device")
-    sent = {a: c[sources] for a, c in ctx.coordinates(axes).items()}
-
-    def received(have: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes of a dim after the permutation."""
-        if not set(have) & set(axes):
-            return have
-        require(set(have) <= set(axes), "a permutation of some of the axes of a dim")
-        order, base = order_of(ctx, axes, np.asarray(ctx.linear(have, sent)), 1) or ((), -1)
-        require(base == 0, "a permutation whose blocks are not those of a spec")
-        return order
-
-    return [replace(x, spec=tuple(map(received, x.spec)))]
+    alike = not x.sharded & set(axes) and bool((sources >= 0).all())
+    return [x if alike else sent(ctx, x, axes, sources)]
 
 
 @lemma("axis_index")

@@ -9,9 +9,14 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from ..laws import act, one_partial
-from ..relation import Context, Rel, out_dtype, require
+from ..pieces import Pieces, blocks_of, joined, summed_blocks, table_of
+from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
 from ..term import Term, frozen
+from ..windows import block_of_windows, candidates, reads
 from .table import lemma
+
+NOT_PARAMS = ("dimension_numbers", "out_sharding", "preferred_element_type")
+"""Params of a matmul that its term has in another form: labels, and its dtype."""
 
 
 def product(
@@ -24,16 +29,26 @@ def product(
     """
     x, y = rels
     for i, j in pairs:
+        require(not isinstance(y.spec[j], Pieces) or bool(x.spec[i]), "a sum over pieces and a constant")
         if x.term.shape[i] == y.term.shape[j] == 1:  # the sum depends on the size
             x, y = ctx.expanded(x, [i]), ctx.expanded(y, [j])
-    over = frozenset(a for i, j in pairs for a in x.spec[i] + y.spec[j])
+    split = [(i, j) for i, j in pairs if x.spec[i]]
+    over = frozenset(a for i, j in pairs for s in (x.spec[i], y.spec[j]) for a in s)
     some = one_partial(rels, eqn.primitive.name)
     own = some.partial if some else frozenset()
     require(not own & over, "a sum over axes that an operand is partial over", refused=True)
     if "term" in how:
         how["term"] = how["term"](x.term, y.term)
     (result,) = act(ctx, eqn, [x, y], **how)
-    return [replace(result, partial=own | over)]
+    apart = [(i, j) for i, j in split if isinstance(x.spec[i], Pieces) or result.sharded & set(x.spec[i])]
+    origins = [(ctx.size(x.spec[i]), (x.term.number, i, y.term.number, j)) for i, j in apart or split]
+    if not apart:
+        origin = (x.spec[split[0][0]], origins[0]) if len(split) == 1 else None
+        return [replace(result, partial=own | over, origin=origin)]
+    require(len(apart) == 1, "a sum over several dims in pieces")
+    ((i, j),), (origin,), axes = apart, origins, joined(ctx, x.spec[apart[0][0]])
+    result = replace(result, partial=own | (over - set(axes)))
+    return [summed_blocks(ctx, result, axes, blocks_of(ctx, x, i, axes), origin)]
 
 
 @lemma("dot_general")
@@ -45,7 +60,7 @@ def dot_general(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         for k, (i, j) in enumerate(dims):
             labels[0][i] = labels[1][j] = f"{kind}{k}"
     out = [f"b{k}" for k in range(len(batch))] + [n for n in labels[0] + labels[1] if n[0] in "xy"]
-    params = {k: v for k, v in eqn.params.items() if k not in ("dimension_numbers", "out_sharding") and v is not None}
+    params = {k: v for k, v in eqn.params.items() if k not in NOT_PARAMS and v is not None}
 
     def term(x: Term, y: Term) -> Term:
         return einsum(ctx, (x, y), labels, out, frozen(params), out_dtype(eqn))
@@ -86,7 +101,8 @@ def einsum(
 
 @lemma("conv_general_dilated")
 def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """A matmul over the input features, for each offset of the window; batch and output features are carried along."""
+    """A matmul over the input features, for each offset of the window; batch and output features are carried along. Along a spatial
+    dim in pieces, each device has a block of the windows, or a block of the taps of every window, whose sums are partial."""
     p = eqn.params
     numbers = p["dimension_numbers"]
     window = [f"w{k}" for k in range(len(numbers.lhs_spec) - 2)]
@@ -96,6 +112,31 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         labels.append([label[d] for d in range(len(dims))])
     grouped = (p["feature_group_count"], p["batch_group_count"]) != (1, 1)
     unsharded = [*window, *"bio"] if grouped else window
-    params = frozen({k: str(v) if k == "dimension_numbers" else v for k, v in p.items() if v is not None})
+    shown = {k: v for k, v in p.items() if v is not None and k != "out_sharding"}
+    params = frozen(shown | {"dimension_numbers": str(numbers)})
     pairs = [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
-    return product(ctx, eqn, rels, pairs, ins=labels[:2], outs=labels[2:], unsharded=unsharded, params=params)
+    how: dict[str, Any] = {"ins": labels[:2], "outs": labels[2:], "unsharded": unsharded, "params": params}
+    x, y = rels
+    spatial = list(enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)))
+    split = [(k, dims) for k, dims in spatial if x.spec[dims[0]] or y.spec[dims[1]]]
+    if not split:
+        return product(ctx, eqn, rels, pairs, **how)
+    for term, found in candidates(ctx, eqn.primitive.name, dict(params), [x.term, y.term], [k for k, _ in split]):
+        specs: dict[int, tuple[str, ...]] = {}
+        partial: set[str] = set()
+        for k, (i, j, o) in split:
+            local = reads(p, k, x.shape[i], out_shape(eqn)[o], y.shape[j])
+            full = reads(found, k, x.term.shape[i], term.shape[o], y.term.shape[j])
+            own = joined(ctx, x.spec[i], y.spec[j])
+            blocks = isinstance(y.spec[j], tuple)
+            taps = table_of(ctx, y, j, own)[..., 0] if blocks and y.spec[j] else None
+            order = block_of_windows(ctx, x, i, local, full, ("0.0", "0"), taps)
+            if order is None or not blocks or (taps is not None and (order or set(own) != set(x.spec[i]))):
+                break
+            specs[o] = order
+            partial |= set(y.spec[j])
+        else:
+            flat = [r.placed({dims[side]: () for _, dims in split}) for side, r in enumerate(rels)]
+            (result,) = product(ctx, eqn, flat, pairs, **how, term=lambda x, y, term=term: term)
+            return [replace(result.placed(specs), partial=result.partial | partial)]
+    raise Unverified("a convolution of blocks or pieces, whose windows are not those of one as written")

@@ -11,9 +11,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..laws import act, not_partial, one_partial, partial_of
-from ..masks import resolved
+from ..masks import axes_of, evaluate, leaves, resolved
+from ..pieces import Pieces, added, constant_of, has_pieces, masked_pieces, moved
 from ..relation import Context, Rel, out_dtype, out_shape, require
-from ..term import frozen, is_float, is_zero, number_of
+from ..term import Term, frozen, is_float, is_zero, number_of
 from .table import Lemma, lemma
 
 POINTWISE = (
@@ -77,11 +78,18 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @elementwise("add", "add_any", "sub")
 def linear(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Σ x + Σ y = Σ (x + y): both are partial over the same axes, or one is 0."""
+    """Σ x + Σ y = Σ (x + y): both are partial over the same axes, or one is 0. The sums over different blocks of one
+    contraction are the one over all of them (:func:`pieces.added`)."""
     if eqn.primitive.name != "sub":
         for x, y in (rels, rels[::-1]):
-            if is_zero(x.term) and y.term.axes | y.partial:
+            if is_zero(x.term) and y.shape == out_shape(eqn) and (y.term.axes | y.partial or has_pieces(y)):
                 return [y]
+        both = added(ctx, *rels)
+        if both is not None:
+            complete = both.term.dtype != out_dtype(eqn) and not any(
+                isinstance(s, Pieces) and s.origin for s in both.spec
+            )
+            return [replace(both, term=ctx.terms.convert(both.term, out_dtype(eqn))) if complete else both]
     return applied(ctx, eqn, rels, partial_of(rels, eqn.primitive.name, "sum"))
 
 
@@ -97,7 +105,25 @@ def select(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, "a choice"))
     not_partial(rels[:1], "a condition")
+    if len(rels) == 3 and any(map(has_pieces, rels[1:])):
+        return [outside(ctx, *rels)]
     return applied(ctx, eqn, rels, partial_of(rels[1:], "a choice"))
+
+
+def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
+    """where(mask, x, number), of pieces x, whose mask leaves out all elements outside of the array."""
+    x, other, wanted = (yes, no, True) if has_pieces(yes) else (no, yes, False)
+    dims, value, at = [d for d, s in enumerate(x.spec) if isinstance(s, Pieces)], constant_of(other), leaves(mask.term)
+    require(len(dims) == 1 and value is not None and len(at) < 2, "a choice of pieces")
+    (d,), axes = dims, axes_of(ctx, mask.term)
+    along = all(n == 1 or k == d for k, n in enumerate(mask.term.shape))
+    require(
+        along and all(t.op == "iota" and t.shape[d] != 1 for t in at) and not mask.sharded,
+        "a choice of pieces by a mask of data",
+    )
+    (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
+    assert value is not None
+    return masked_pieces(ctx, x, d, keep == wanted, axes, value)
 
 
 @elementwise("mul")
@@ -113,6 +139,7 @@ def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 def scaled(ctx: Context, x: Rel, by: Fraction) -> list[Rel]:
     """A number times a value; a negative number makes a maximum a minimum."""
     require(not x.partial or x.kind == "sum" or by > 0, "a negative multiple of a partial extremum")
+    moved(x, "a multiple")
     return [replace(x, term=ctx.terms.scale(x.term, by))]
 
 
@@ -150,7 +177,21 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         require(
             linear if x.kind == "sum" else monotone, "a cast of a partial value that rounds to integers", refused=True
         )
-    return [resolved(ctx, replace(x, term=ctx.terms.convert(x.term, target)), [x])]
+    moved(x, "a cast")
+    if any(isinstance(s, Pieces) and s.origin for s in x.spec):  # of an incomplete sum, whose term keeps its dtype
+        require(is_float(source) and is_float(target), "a cast of an incomplete sum to integers", refused=True)
+        return [x]
+    narrow = narrowed(ctx, x.term, target) if is_float(source) and is_float(target) else x.term
+    term = narrow if ctx.terms.is_known(narrow) and narrow.dtype == target else ctx.terms.convert(x.term, target)
+    return [resolved(ctx, replace(x, term=term), [x])]
+
+
+def narrowed(ctx: Context, x: Term, dtype: str) -> Term:
+    """A matmul, or a sum of matmuls, whose result has another dtype: the cast of one that is accumulated in more bits."""
+    if x.op not in ("einsum", "add", "transpose"):
+        return x
+    args = x.args if x.op == "einsum" else [narrowed(ctx, t, dtype) for t in x.args]
+    return ctx.terms.make(x.op, x.params, args, x.shape, dtype, x.op == "add")
 
 
 IDENTITIES = frozenset(

@@ -13,7 +13,8 @@ from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from ..laws import ALL, act, axes_text, not_partial, partial_of
-from ..masks import Rows, axes_of, evaluate, leaves, owned, sharded_start
+from ..masks import Rows, axes_of, evaluate, leaves, owned
+from ..pieces import picked, updated
 from ..relation import Context, Rel, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced
@@ -22,8 +23,8 @@ from .table import lemma
 
 @lemma("dynamic_slice")
 def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """At n times the index of the device, a slice of n elements is its block. At another index it is a slice of a dim that is not
-    sharded."""
+    """At an index that only depends on the device, a slice is a piece; at n times the index of the device, one of n elements is its
+    block. At another index it is a slice of a dim that is not sharded."""
     x, *starts = rels
     not_partial(starts, "an index")
     for d, (start, n) in enumerate(zip(starts, eqn.params["slice_sizes"], strict=True)):
@@ -32,9 +33,10 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
             x = replace(x, shape=shape)
         elif number is not None:
             x = sliced(ctx, x, d, min(max(int(number), 0), x.shape[d] - n), n)
-        elif axes := sharded_start(ctx, start.term, n, x.shape[d]):
-            require(not set(axes) & x.varying, "a block, over axes along which the value differs already", refused=True)
-            x = replace(x, shape=shape, spec=tuple((*s, *axes) if k == d else s for k, s in enumerate(x.spec)))
+        elif not leaves(start.term):
+            starts, axes = starts_of(ctx, start, x.shape[d] - n)
+            require(not set(axes) & x.partial, "pieces, over axes along which the value is partial", refused=True)
+            x = picked(ctx, x, d, starts[:, None] + np.arange(n), axes)
         else:
             aval = ShapeDtypeStruct(shape, x.term.dtype)
             ins, partial = [range(len(shape)), ()], x if x.partial else None
@@ -42,12 +44,22 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
     return [x]
 
 
+def starts_of(ctx: Context, start: Rel, last: int) -> tuple[np.ndarray, tuple[str, ...]]:
+    """(the index at which each device along some axes begins, moved back to the last one that is possible; the axes)."""
+    axes = axes_of(ctx, start.term)
+    (starts,) = evaluate(ctx, axes, [start.term])
+    return np.clip(starts[:, 0].astype(np.int64), 0, last), axes
+
+
 @lemma("dynamic_update_slice")
 def dynamic_update_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """An update of elements along dims that are not sharded; the others are carried along."""
+    """An update of elements along dims that are not sharded, or in pieces; the others are carried along."""
     x, update, *starts = rels
     not_partial(starts, "an index")
     dims = [d for d in range(len(x.shape)) if x.shape[d] != update.shape[d]]
+    if len(dims) == 1 and (x.spec[dims[0]] or update.spec[dims[0]] or starts[dims[0]].term.axes):
+        (d,) = dims
+        return [updated(ctx, x, update, d, *starts_of(ctx, starts[d], x.shape[d] - update.shape[d]))]
     partial = partial_of([x, update], "an update")
     return act(ctx, eqn, [x, update, *(starts[d] for d in dims)], unsharded=dims, params=tuple(dims), partial=partial)
 
@@ -110,27 +122,32 @@ def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], 
     if len(along) != 1 or len(out) != len(labels):
         return None
     (d,) = along
+    sizes = [1 if k == d else m for k, m in enumerate(x.term.shape)]
+    spec = tuple(() if k == d else s for k, s in enumerate(x.spec))
     own: Any = at.params
-    sizes, spec = (
-        [1 if k == d else m for k, m in enumerate(x.term.shape)],
-        [() if k == d else s for k, s in enumerate(x.spec)],
-    )
-    if at.op == "arg_block" and at.args[0] is x.term and own[3] == d:
+    if index.spec[:-1] != spec or x.partial:
+        return None
+    if at.op == "arg_block" and at.args[0] is x.term and own[3] == d and own[:2] == (x.spec[d], x.shape[d]):
         return x.of(terms.make("best_block", own, (x.term,), sizes, x.term.dtype), x.shape, spec)
-    if at.op not in ("argmax", "argmin") or at.args[0].op != "devices" or x.term.op != "devices":
+    if at.op not in ("argmax", "argmin") or own != (d,) or not at.args[0].op == x.term.op == "devices":
         return None
-    best, (axes, _) = at.args[0].args[0], x.term.params
-    if best.op != "best_block" or at.args[0].params != x.term.params or best.params != (axes, best.params[1], at.op, d):
+    params: Any = x.term.params
+    best, local = at.args[0].args[0], leaves(x.term.args[0])
+    block: Any = best.params
+    if (
+        at.args[0].params != params
+        or best.op != "best_block"
+        or block != (params[0], block[1], at.op, params[1])
+        or len(local) != 1
+    ):
         return None
-    local = leaves(x.term.args[0])
-    if local != [terms.make("arg_block", best.params, best.args, local[0].shape, local[0].dtype)]:
+    axes, n, (value,) = *block[:2], local
+    first = n * np.asarray(ctx.linear(axes, ctx.coordinates(axes)))[:, None] + np.arange(n)
+    same = value is terms.make("arg_block", block, best.args, value.shape, value.dtype)
+    if not same or params[1] != d or (evaluate(ctx, axes, x.term.args, value, np.arange(n))[0] != first).any():
         return None
-    (found,) = evaluate(ctx, axes, x.term.args, local[0], np.arange(best.params[1]))
-    first = best.params[1] * np.asarray(ctx.linear(axes, ctx.coordinates(axes)))[:, None]
-    if not (found == first + np.arange(best.params[1])).all():
-        return None
-    value = terms.make(at.op, (d,), best.args, local[0].shape, local[0].dtype)
-    return x.of(terms.reshape(value, sizes), x.shape, spec)
+    found = terms.make(at.op, (d,), best.args, value.shape, value.dtype)
+    return x.of(terms.reshape(found, sizes), x.shape, spec)
 
 
 @lemma("scatter-add", "scatter_add", "scatter", "scatter-mul", "scatter-min", "scatter-max")

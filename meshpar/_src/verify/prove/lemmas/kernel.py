@@ -7,8 +7,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from ....compat.jax import aval_of
 from ..laws import ALL, act, axes_text, not_partial
-from ..relation import Context, Rel, Unverified, aval_of, require
+from ..relation import Context, Rel, Unverified, require
 from .table import LOCAL_FORM, lemma
 
 

@@ -9,9 +9,9 @@ from fractions import Fraction
 import jax
 from jax.extend.core import JaxprEqn
 
-from ....compat.jax import key_impl
+from ....compat.jax import aval_of, key_impl
 from ..laws import ALL, act, not_partial
-from ..relation import Context, Rel, aval_of, out_dtype, out_shape
+from ..relation import Context, Rel, out_dtype, out_shape
 from ..term import frozen
 from .shape import sliced
 from .table import lemma

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from jax.extend.core import JaxprEqn
 
 from ..laws import act, not_partial, partial_of
-from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
 from ..term import frozen
+from ..windows import block_of_windows, candidates, reads, scattered
 from .table import lemma
 
+NEUTRAL = {
+    "reduce_window_max": ("-inf",), "reduce_window_min": ("inf",), "reduce_window_sum": ("0.0", "0"),
+    "select_and_scatter_add": ("-inf",),
+}  # fmt: skip
+"""Op of windows → the values outside of an array that do not change its results."""
 KINDS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}
 
 
@@ -70,11 +77,30 @@ def sort(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @lemma("reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add", "select_and_gather_add")
 def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Reductions of windows, and their gradients: along dims whose window has more than one element, which are not sharded."""
-    not_partial(rels, eqn.primitive.name)
+    """Reductions of windows, and their gradients: along dims whose window has more than one element, which are not sharded, or
+    whose pieces have a block of the windows."""
+    name = eqn.primitive.name
+    not_partial(rels, name)
     p = eqn.params
     sizes = [p[key] for key in ("window_dimensions", "window_strides", "base_dilation") if key in p]
     unsharded = [
         d for d in range(len(rels[0].shape)) if any(n[d] != 1 for n in sizes) or tuple(p["padding"][d]) != (0, 0)
     ]
-    return act(ctx, eqn, rels, unsharded=unsharded, params=frozen(p))
+    split = [d for d in unsharded if any(r.spec[d] for r in rels)]
+    if not split or name == "select_and_gather_add":
+        return act(ctx, eqn, rels, unsharded=unsharded, params=frozen(p))
+    x, result, scatters = rels[-1], out_shape(eqn), name == "select_and_scatter_add"
+    flat, neutral = [r.placed(dict.fromkeys(split, ())) for r in rels], NEUTRAL[name]
+    for term, found in candidates(ctx, name, dict(frozen(p)), [r.term for r in rels], split):
+        (made,) = act(ctx, eqn, flat, unsharded=unsharded, term=term)
+        counts = (rels[0].shape, rels[0].term.shape) if scatters else (result, term.shape)
+        each = list(zip((p, found), (x.shape, x.term.shape), counts, strict=True))
+        pairs = [[reads(q, d, r[d], c[d], p["window_dimensions"][d]) for q, r, c in each] for d in split]
+        if scatters:
+            require(len(split) == 1, "windows of pieces along several dims")
+            (d,), ((local, full),) = split, pairs
+            return [scattered(ctx, rels[0], replace(made, spec=x.spec), term, d, local, full, neutral)]
+        orders = [block_of_windows(ctx, x, d, *pair, neutral) for d, pair in zip(split, pairs, strict=True)]
+        if None not in orders:
+            return [made.placed({d: order or () for d, order in zip(split, orders, strict=True)})]
+    raise Unverified("windows of blocks or pieces that are not those of an op as written")

@@ -7,10 +7,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..laws import act, axes_text, partial_of
-from ..relation import Context, Rel, aval_of, out_dtype, out_shape, require
+from ....compat.jax import aval_of
+from ..laws import act, partial_of
+from ..pieces import padded, picked, side_by_side
+from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
 
 
@@ -22,6 +25,13 @@ def iota(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if math.prod(dims) == 1:
         return [ctx.replicated(ctx.terms.literal(0, out_dtype(eqn), len(shape)), shape)]
     return [ctx.replicated(ctx.terms.make("iota", None, (), dims, out_dtype(eqn)), shape)]
+
+
+@lemma("empty")
+def empty(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """Elements of which nothing is known."""
+    shape = out_shape(eqn)
+    return [ctx.replicated(ctx.terms.make("empty", None, (), (1,) * len(shape), out_dtype(eqn)), shape)]
 
 
 @lemma("broadcast_in_dim")
@@ -54,6 +64,8 @@ def reshape(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def reshaped(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Rel:
     """The result of a reshape."""
+    if x.term.op == "array" and x.shape == (1,) and x.spec[0] and not shape:  # an entry of a table of constants
+        return ctx.replicated(ctx.terms.make("entry_block", (x.spec[0],), (x.term,), (), x.term.dtype), ())
     found = list(_reshapes(ctx, x, shape))
     if not found:
         x = ctx.expanded(x, range(len(x.shape)))
@@ -104,11 +116,12 @@ def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 
 def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1) -> Rel:
-    """Elements of one dim, which must not be sharded."""
+    """Elements of one dim; of a block, pieces."""
     shape, sizes = x.resized(d, size), (*x.term.shape[:d], size, *x.term.shape[d + 1 :])
     if x.term.shape[d] == 1 or (size == x.shape[d] and stride == 1):
         return replace(x, shape=shape)
-    require(not x.spec[d], f"a slice of dim {d}, which is sharded over {axes_text(x.spec[d])}")
+    if x.spec[d]:
+        return picked(ctx, x, d, start + stride * np.arange(size))
     return x.of(ctx.terms.make("slice", (d, start, stride), (x.term,), sizes, x.term.dtype), shape, x.spec)
 
 
@@ -139,21 +152,29 @@ def split(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @lemma("concatenate", "stack")
 def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Blocks that are sharded alike along the other dims, one after the other; all are partial over the same axes, or 0."""
+    """Blocks that are sharded alike along the other dims, one after the other; all are partial over the same axes, or 0.
+    Pieces of one array are pieces of it."""
     d = int(eqn.params["dimension" if eqn.primitive.name == "concatenate" else "axis"])
     if eqn.primitive.name == "stack":
         put = lambda xs, x: (*xs[:d], x, *xs[d:])  # noqa: E731
         rels = [r.of(ctx.terms.reshape(r.term, put(r.term.shape, 1)), put(r.shape, 1), put(r.spec, ())) for r in rels]
     if len(rels) == 1:
         return list(rels)
+    pieces = side_by_side(ctx, rels, d)
+    if pieces is not None:
+        return [pieces]
     widths, partial = tuple(r.shape[d] for r in rels), partial_of(rels, "values side by side")
     return act(ctx, eqn, rels, unsharded=[d], params=(d, widths), partial=partial, op="concatenate")
 
 
 @lemma("pad")
 def pad(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Padding of dims that are not sharded; of partial sums, with zeros."""
+    """Padding of dims that are not sharded, or in pieces; of partial sums, with zeros."""
     config = {d: tuple(map(int, c)) for d, c in enumerate(eqn.params["padding_config"]) if any(c)}
+    for d in [d for d in config if rels[0].spec[d]]:
+        rels = [padded(ctx, rels[0], d, config.pop(d), rels[1]), rels[1]]
+    if not config:
+        return [rels[0]]
     return act(ctx, eqn, rels, unsharded=config, params=tuple(config.items()), partial=partial_of(rels, "padding"))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...compat.jax import bind, literal_array
+from ...compat.jax import Atom, bind, literal_array
 from ...iterables import operands_first
 from ...rules import ELEMENTWISE
 from ...rules.local import plain_params
@@ -81,7 +81,7 @@ class Constants:
         with jax.ensure_compile_time_eval():
             return np.asarray(bind(op.eqn, xs, plain_params(op.eqn.params))[op.outs.index(value)])
 
-    def lookup_table(self, value: Value | None, atom: Any, size: int, mode: Any) -> np.ndarray | None:
+    def lookup_table(self, value: Value | None, atom: Atom, size: int, mode: Any) -> np.ndarray | None:
         """The indices of a gather or scatter along one dim.
 
         Args:
