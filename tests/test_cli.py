@@ -147,7 +147,7 @@ def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
     status, out, err = run("plan small --topology v5e:2x4")
     assert status == 0
     assert err == "default  mesh: data=8, one axis over all of v5e:2x4\ndefault  layout: FSDP over the first axis\n"
-    assert "layout    batch: data; embed: data\n" in out
+    assert "layout    batch, embed: data\n" in out
     assert "8 devices" in out
     assert "a step takes" in out
 

@@ -292,15 +292,3 @@ def test_a_joined_layout_must_be_one():
         Layout("batch: data") | "mlp"
     with pytest.raises(mp.errors.AxisConflictError):
         "mlp: model+model" | Layout("batch: data")
-
-
-def test_the_text_that_a_layout_was_made_from():
-    text = """
-        batch: data         # a comment
-        embed: data;  mlp, heads?: model
-    """
-    layout = Layout(text)
-    assert layout.given == "batch: data; embed: data; mlp, heads?: model"
-    assert Layout(layout.given) == layout == Layout(str(layout))
-    assert Layout(layout).given == layout.given
-    assert {Layout("fsdp").given, Layout({"batch": "data"}).given, (layout | "mlp: none").given} == {""}

@@ -143,8 +143,6 @@ class Layout:
     from_pairs: bool
     optional: frozenset[str]
     scheme: str
-    given: str
-    """The text that the layout was made from, on one line, without comments; empty: it has no text, or is a scheme."""
 
     def __init__(
         self,
@@ -155,14 +153,12 @@ class Layout:
         scheme: str | None = None,
     ):
         """Parse the rules; the arguments and errors are described in the docstring of the class."""
-        self.resolve, self.from_pairs, self.optional, self.scheme, self.given = "order", False, frozenset(), "", ""
+        self.resolve, self.from_pairs, self.optional, self.scheme = "order", False, frozenset(), ""
         if isinstance(rules, Layout):
             vars(self).update(vars(rules))
         elif isinstance(rules, str):
             self.rules = tuple(_parse(rules))
-            if scheme_text(rules) is None:
-                self.given = "; ".join(" ".join(part.split()) for part in _statements(rules) if part.strip())
-            else:
+            if scheme_text(rules) is not None:
                 self.scheme = scheme_name(rules)
         elif isinstance(rules, Iterable):
             pairs = rules.items() if isinstance(rules, Mapping) else rules
@@ -254,7 +250,7 @@ class Layout:
     def _with(self, rules: Sequence[Rule], **changes: object) -> Layout:
         """A copy with other rules, and other values of attributes."""
         out = copy.copy(self)
-        vars(out).update(changes, given="")
+        vars(out).update(changes)
         out._set(tuple(rules))
         return out
 

@@ -52,10 +52,9 @@ def title(plan: Plan) -> str:
 
 
 def layout_text(plan: Plan) -> str:
-    """The layout of a plan as the user wrote it, or with the rules that the plan adds for Flax metadata, and whether it is
-    resolved by cost; ``(nothing sharded)`` for an empty one."""
-    given = plan.requested_layout.given if plan.layout.rules == plan.requested_layout.rules else ""
-    return (given or str(plan.layout) or UNSHARDED) + plan.layout.by_cost
+    """The layout of a plan, with the rules that the plan adds for Flax metadata, and whether it is resolved by cost;
+    ``(nothing sharded)`` for an empty one."""
+    return (str(plan.layout) or UNSHARDED) + plan.layout.by_cost
 
 
 def lowering_text(plan: Plan) -> str:
