@@ -122,7 +122,7 @@ def fuzz(count: int, seed: str, minutes: float) -> None:
 
     found: collections.Counter[str] = collections.Counter()
     causes: collections.Counter[str] = collections.Counter()
-    end = time.monotonic() + 60 * minutes
+    end, k = time.monotonic() + 60 * minutes, 0
     for k in range(count):
         if time.monotonic() > end:
             break

@@ -503,6 +503,7 @@ def test_an_error_in_a_terminal_has_colours_and_is_wrapped_in_its_column(run, mo
         ("nowhere.py:small", "there is no file nowhere.py"),
         ("no_such_module:small", "there is no module no_such_module"),
         (__file__, "is not `file.py:function`"),
+        ("pathlib:Path", "Path is a class"),
     ],
 )
 def test_a_target_that_is_not_there(where, says):

@@ -400,6 +400,11 @@ OTHERS = [  # (class, call, texts of the error)
     ),
     (
         E.DivisibilityError,
+        lambda: plan("seq: data", {"x": "batch seq"}, lambda x: jnp.tanh(x[:, :-1]), args=(shape(8, 17),)),
+        ["fix     write `seq?: data` to split it only where it divides: only the input is 17, the activations are 16"],
+    ),
+    (
+        E.DivisibilityError,
         lambda: mp.Layout("embed: data").spec("embed", mp.mesh("data=4, model=2"), (10,), path="w"),
         [
             "w: dim `embed` of size 10 does not",

@@ -435,11 +435,13 @@ def divisibility_error(
     sizes: Mapping[str, int],
     dtype: object = None,
     optional: str | None = None,
+    inside: int | None = None,
 ) -> DivisibilityError:
     """The error for a named dim that its rule's axes do not divide, with the nearest legal sizes.
 
     Args:
       optional: the effect of an optional rule; None: it splits the dim only where it divides.
+      inside: the size of the dim of this name in most results of the program, if it is another one.
     """
     parts = math.prod(sizes.get(a, 1) for a in rule.axes)
     axes = " × ".join(f"{a}={sizes.get(a, 1)}" for a in rule.axes)
@@ -450,6 +452,10 @@ def divisibility_error(
     nearest = [*[n for n in divisors if n < parts][-1:], *[n for n in divisors if n > parts][:1]]
     names = " × ".join(f"`{a}`" for a in rule.axes)
     other = [f"or use a mesh with {names} of {' or '.join(map(str, nearest))}"] if nearest else []
+    fixes = [f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}", *other]
+    fix = f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}"
+    divided = inside is not None and inside % parts == 0
+    fixes = [f"{fix}: only the input is {size}, the activations are {inside}", *fixes] if divided else [*fixes, fix]
     return DivisibilityError(
         f"{path}: dim `{dim}` of size {size} does not divide over {axes}: {size} is not a multiple of {parts}",
         path=path,
@@ -459,11 +465,7 @@ def divisibility_error(
         dim=dim,
         axis="+".join(rule.axes),
         rule=str(rule),
-        fixes=[
-            f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}",
-            *other,
-            f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}",
-        ],
+        fixes=fixes,
     )
 
 

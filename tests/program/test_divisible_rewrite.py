@@ -301,6 +301,9 @@ def test_a_lookup_in_its_own_row_gathers_no_row(name):
 OTHER_ROWS = {
     "reversed": lambda x, i: x[jnp.arange(16)[::-1], i],
     "half": lambda x, i: x[jnp.arange(8), i[:8]],
+    "all but the first": lambda x, i: x[jnp.arange(16) - 1, i],
+    "modulo 4": lambda x, i: x[jnp.arange(16).astype("uint2"), i],
+    "0 and 1": lambda x, i: x[jnp.arange(16).astype(bool).astype(int), i],
     "counted": lambda x, i: x[jnp.arange(16), jnp.arange(16) % 8],
     "of a slice": lambda x, i: x[:8][jnp.arange(8), jnp.arange(8)],
     "all of each": lambda x, i: x[jnp.arange(16)[:, None], i[None]],
@@ -322,10 +325,19 @@ def test_lookups_in_own_and_other_rows_equal_the_unsharded_run(cases, dims, layo
     assert_equals_the_unsharded_run(every, dict.fromkeys(cases, X), COLUMN_OF_ROW, **how)
 
 
-def test_a_lookup_in_one_of_many_own_rows_gathers_no_row():
-    x, i = jax.ShapeDtypeStruct((1 << 22, 64), jnp.float32), jax.ShapeDtypeStruct((1 << 22,), jnp.int32)
-    loss = jax.value_and_grad(lambda x, i: -jax.nn.log_softmax(x)[jnp.arange(1 << 22), i].mean())
-    plan = mp.plan(loss, x, i, mesh="data=8", layout="rows: data", dims={"x": "rows _", "i": "rows"})
+MANY_ROWS = {
+    "rows": (lambda x, i: -jax.nn.log_softmax(x)[jnp.arange(1 << 22), i].mean(), (1 << 22,), "rows"),
+    "columns of rows": (lambda x, i: jnp.put_along_axis(x, i, 1, 1, inplace=False).mean(), (1 << 20, 32), "rows _"),
+    "every index": (lambda x, i: x.at[lax.broadcasted_iota(int, i.shape, 0), i].set(1).mean(), (1 << 20, 32), "rows _"),
+    "cast": (lambda x, i: x.at[jnp.arange(1 << 20, dtype="uint32")[:, None], i].set(1).mean(), (1 << 20, 32), "rows _"),
+}
+
+
+@pytest.mark.parametrize("name", MANY_ROWS)
+def test_a_lookup_in_one_of_many_own_rows_gathers_no_row(name):
+    fn, shape, dims = MANY_ROWS[name]
+    x, i = jax.ShapeDtypeStruct((shape[0], 64), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
+    plan = mp.plan(jax.value_and_grad(fn), x, i, mesh="data=8", layout="rows: data", dims={"x": "rows _", "i": dims})
     assert not [c for c in plan.collectives if c.shape]
 
 

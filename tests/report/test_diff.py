@@ -49,7 +49,7 @@ def test_what_differs(found):
     metrics = {f.name: f for f in found.metrics}
     assert (metrics["  all-reduce"].a, metrics["  all-reduce"].b) == (2 * sent, 0)
     changes = [metrics[name].change for name in ("sent by a device in a step", "  all-reduce", "  all-gather")]
-    assert changes == ["=", "−100.0 %", ""]  # an all-reduce is a reduce-scatter and an all-gather
+    assert changes == ["same", "−100.0 %", ""]  # an all-reduce is a reduce-scatter and an all-gather
 
 
 def seconds_of(text: str) -> float:
@@ -64,7 +64,7 @@ def test_the_verdict_says_which_step_is_shorter_and_its_parts_add_up():
     assert slow.seconds / fast.seconds > 2
     assert verdict.startswith(f"b is {slow.seconds / fast.seconds:.1f} × slower, +")
     back = slow.diff(fast)
-    assert back.verdict.startswith(f"b is {100 * (1 - fast.seconds / slow.seconds):.0f} % faster, −")
+    assert back.verdict.startswith(f"b is {100 * (1 - fast.seconds / slow.seconds):.1f} % faster, −")
     assert " ".join(str(back).split()).startswith(" ".join(back.verdict.split()))
     assert back.verdict in back._repr_html_()
     total, parts = back.verdict.split(" faster, ")[1].split(" a step: ")
@@ -73,7 +73,8 @@ def test_the_verdict_says_which_step_is_shorter_and_its_parts_add_up():
     assert seconds_of(total) == pytest.approx(fast.seconds - slow.seconds, rel=6e-3)
     assert sum(named.values()) == pytest.approx(fast.seconds - slow.seconds, rel=0.01)
     mfu = next(m for m in back.metrics if m.name == "MFU")
-    assert mfu.change == f"+{100 * (mfu.b - mfu.a):.0f} points" or mfu.change == "="
+    assert mfu.change == f"+{100 * (mfu.b - mfu.a):.0f} points" or mfu.change == "same"
+    assert Metric("MFU", 0.241, 0.238, "share").change == "same"
 
 
 def test_the_verdict_of_other_programs_and_devices_says_so():

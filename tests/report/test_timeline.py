@@ -106,6 +106,7 @@ def test_the_lane_of_a_collective_is_its_network():
     assert both["data",] == "ICI"
     assert {lane for axes, lane in both.items() if "slice" in axes} == {"DCN"}
     assert set(networks(batched(TENSOR, "h100:8", "data=4, model=2")).values()) == {"NVLink"}
+    assert networks(batched(TENSOR, "2x h100:8", "data=2, model=8"))["data",] == "node network"
 
 
 def test_what_bounds_a_step():

@@ -314,8 +314,16 @@ def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
     assert got_with._speedup.startswith(
         f"{default.seconds / got.best.seconds:.3g} × as fast as the default layout, fsdp ("
     )
-    hidden = len(got.rows) - len(got._listed(MAX_TERMINAL_ROWS))
-    assert (f"and {hidden} more, which the page has" in text) == (hidden > 0)
+    alike = got._alike
+    assert all(got._why_not(r).startswith("as fast as ★, but less simple") for r in alike)
+    shown = got._listed(MAX_TERMINAL_ROWS, alike)
+    assert not set(alike) & set(shown)
+    hidden = len(got.rows) - len(shown) - len(alike)
+    assert (f"{hidden} others, which the page has" in text) == (hidden > 0)
+    plain = replace(got.best, layout="batch, embed?: data", seconds=1.001 * got.best.seconds, name="", front=False)
+    folded = replace(got, rows=(*got.rows, plain))
+    assert folded._alike == [*alike, plain]
+    assert f"{len(alike) + 1} more like ★" in str(folded)
     for row in got.rows:
         assert row.mfu == pytest.approx(got.plan(row).time.mfu, rel=1e-6)
     turned = replace(got.best, mesh=", ".join(reversed(got.best.mesh.split(", "))), seconds=2 * got.best.seconds)

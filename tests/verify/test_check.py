@@ -249,10 +249,11 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch):
     row = report.rows[0]
     head, line, *notes = " ".join(str(report).split()).replace("rounding: ", "✓rounding: ").split("✓")[1:]
     assert "1 of 1 runs of" in head
-    assert line.strip().endswith(f"; {len(explained)} of {row.leaves} leaves differ by rounding only")
+    within = f"{row.leaves - len(explained)} of {row.leaves} leaves within the tolerance (at most {row.difference:.1e})"
+    assert line.strip().endswith(f"{within}; {len(explained)} differ by rounding only, each op verified")
     assert f"{row.rounding:.1e}" not in line  # it is in the note, which says why it is no error
     assert (
-        f"The largest difference is {row.rounding:.1e} of the leaf's largest value, of {row.rounding_path}." in notes[0]
+        f"These leaves differ by at most {row.rounding:.1e} of their largest value ({row.rounding_path})." in notes[0]
     )
     assert "though no op is wrong" in notes[0]
     assert all(path.endswith("key_bias") for path in explained)

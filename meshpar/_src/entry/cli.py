@@ -833,7 +833,7 @@ def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topolog
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:
-    """The names of the arguments to donate: ``--donate-argnames``, else ``["state"]`` if the step has such an argument."""
+    """The names of the arguments to donate: ``--donate``, else ``["state"]`` if the step has such an argument."""
     if getattr(args, "donate_argnames", None):
         return args.donate_argnames
     code = getattr(target.step, "__code__", None)

@@ -72,6 +72,9 @@ def load_target(text: str, options: Mapping[str, Any] | None = None, arguments: 
     layouts = getattr(module, "LAYOUTS", {})
     offered = dict(layouts) if isinstance(layouts, Mapping) else {}
     if arguments is None:
+        if isinstance(function, type):
+            fix = "a target returns (step, arguments); for a step use --args FUNCTION, which returns its arguments"
+            raise TargetError(f"{text} is a class", fixes=[fix])
         returned, options = _called(text, module, function, options, _SHAPE)
         step, args, *dims = returned if isinstance(returned, tuple) and len(returned) in (2, 3) else (None, None)
         if callable(step) and isinstance(args, tuple | list):

@@ -164,7 +164,10 @@ def _nearest(chip: Chip, chips: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _unknown_chip(text: str, name: str) -> MeshError:
     detail = f": there is no chip {name!r}" if name and name not in CHIPS else ""
-    return MeshError(f"topology {text!r} is not known{detail}", fixes=_known())
+    m = re.fullmatch(r"(?:(\d+) ?x ?)?([a-z]\w*?)(?:[x\- ](\d[\dx]*))?", text.strip().lower())
+    size = m and (m[3] or m[1])  # h100x8, 8xh100
+    similar = [f"did you mean {m[2]}:{size}?"] if m and size and m[2] in CHIPS else []
+    return MeshError(f"topology {text!r} is not known{detail}", fixes=[*similar, *_known()])
 
 
 def _known(only: Chip | None = None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import cast
 
@@ -330,12 +331,17 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     if not named:
         return
     value, i, rule = min(named, key=lambda r: r[0].kind == "opt")
-    annotation = cast(tuple, value.annotation)
+    annotation, program = cast(tuple, value.annotation), assignment.program
+    results = [v for op in program.root.walk() for v in op.outs]
+    inside = Counter(
+        n for v in results for n, dim in zip(v.shape, program.dims(v), strict=True) if dim == annotation[i]
+    )
     raise divisibility_error(
         path=value.path or "an input", shape=value.shape, dims=format_dims(annotation),
         dim=str(annotation[i]), size=value.shape[i], rule=rule, sizes=assignment.sizes,
         dtype=value.aval.dtype,
         optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
+        inside=next((n for n, _ in inside.most_common(1) if n != value.shape[i]), None),
     )  # fmt: skip
 
 

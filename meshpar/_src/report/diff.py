@@ -67,10 +67,10 @@ class Metric:
 
     @property
     def change(self) -> str:
-        """``−25.0 %``, ``+210 %``, ``=``, of a share ``+12 points``; empty where ``a`` is missing or negligible next to ``b``."""
+        """``−25.0 %``, ``+210 %``, ``same``, of a share ``+12 points``; empty where ``a`` is missing or negligible."""
         r = self.ratio
-        if r is not None and abs(r - 1) < 5e-4:
-            return "="
+        if r is not None and (abs(r - 1) < 5e-4 or (self.unit == "share" and self.text(self.a) == self.text(self.b))):
+            return "same"
         if r is None or self.a is None or self.b is None or (r >= 100 and self.unit != "share"):
             return ""
         if self.unit == "share":
@@ -81,7 +81,7 @@ class Metric:
     def cell(self) -> Cell:
         """The change as a cell: green for less, red for more, of a share the opposite."""
         less = self.ratio is not None and self.ratio < 1
-        css = "dim" if self.change in ("", "=") else "down" if less != (self.unit == "share") else "up"
+        css = "dim" if self.change in ("", "same") else "down" if less != (self.unit == "share") else "up"
         terminal = Text(self.change, {"down": "green", "up": "red"}.get(css, ""))
         return Cell(self.change, css=f"n {css}", terminal=terminal)
 
@@ -141,7 +141,7 @@ class PlanDiff(Document):
         rest = sum(differences.values()) - sum(large.values())
         why = [f"{name} {_signed(n)}" for name, n in large.items()]
         why += [f"other parts {_signed(rest)}"] * (abs(rest) >= 0.001 * abs(b.seconds - a.seconds))
-        much = f"{100 * abs(more):.0f} %" if more < 1 else f"{1 + more:.1f} ×"
+        much = f"{100 * abs(more):.1f} %" if more < 1 else f"{1 + more:.1f} ×"
         longer = f"b is {much} {'slower' if more > 0 else 'faster'}, {_signed(b.seconds - a.seconds)} a step"
         return "; ".join([*texts, f"{longer}: {', '.join(why)}"])
 

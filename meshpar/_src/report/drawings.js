@@ -1,8 +1,8 @@
 // Drawings of plan pages, from the data of the report: mesh axes on the chips.
 
 /** `8 along y, a ring, stride 2: 2 groups share each link`. */
-function stageText({ dim, size, stride, wraps, fills }) {
-  const off = { slice: "over DCN", switch: "on the switch", core: "in the chip" }[dim];
+function stageText({ dim, size, stride, wraps, fills, nodes }) {
+  const off = { slice: nodes ? "over the network between nodes" : "over DCN", switch: "on the switch", core: "in the chip" }[dim];
   if (fills.length || !dim) return `${size} in a ring through several dimensions`;
   if (off) return `${size} ${off}`;
   return `${size} along ${dim}, a ${wraps ? "ring" : "line"}${stride > 1 ? `, stride ${stride}: ${stride} groups share each link` : ""}`;
@@ -21,6 +21,7 @@ function torusTable(rows, timed) {
 
 /** Draw the chips and the links that the axes of each row of the table use; the rows and the chips choose a group. */
 function drawTorus(picture, { extent, rings, rows, timed }) {
+  for (const stage of rows.flatMap((row) => row.stages)) stage.nodes = extent.switch > 1;
   const place = make("div", { class: "chips" }), section = make("div", { class: "torus" }, place, torusTable(rows, timed));
   picture.prepend(section);
   for (const row of rows) Object.assign(row, { colour: row.colours[0], stages: row.stages.filter((stage) => stage.dim && !stage.fills.length) });

@@ -32,19 +32,24 @@ MAX_MICROBATCHES = 64
 
 
 def donation_hint(plan: Plan) -> str | None:
-    """The arguments that a step returns updated but that are not donated, with the memory that donation saves at the peak; None
-    where that is little."""
+    """The arguments that a step returns updated but that are not donated, with the memory that donation saves at the peak, or,
+    where the plan fits, at the end of the step; None where both are little."""
     arguments = donatable(plan)
     donated = plan.donated | arguments.keys()
-    saved = memory_of(plan).peak - memory_of(with_donated(plan, donated)).peak if arguments else 0.0
-    if saved < MIN_SAVED_SHARE * memory_of(plan).peak or saved <= 0:
+    peak, at_end = memory_of(plan).peak, sum(plan.inputs[i].bytes for i in arguments)
+    saved = peak - memory_of(with_donated(plan, donated)).peak if arguments else 0.0
+    what = f"of the peak of {format_memory(peak)}"
+    if saved < MIN_SAVED_SHARE * peak and fits(plan) is not False:
+        saved, what = at_end, "at the end of the step, less than 1 % of the peak"
+    if saved < MIN_SAVED_SHARE * peak or saved <= 0:
         return None
     names = list(dict.fromkeys(path.partition("/")[0] for path in arguments.values()))
     given = f'"{names[0]}"' if len(names) == 1 else str(tuple(names)).replace("'", '"')
     listed, verb = " and ".join(f"`{name}`" for name in names), "are" if names[1:] else "is"
     return (
-        f"{listed} {verb} not donated, so that the old and the new arrays are live at once: donate_argnames={given} saves "
-        f"{format_memory(saved)} of the peak of {format_memory(memory_of(plan).peak)}"
+        f"{listed} {verb} returned updated but not donated, so that the old and the new arrays are live at once: "
+        f"donate_argnames={given} ({' '.join(f'--donate {name}' for name in names)}) saves "
+        f"{format_memory(saved)} {what}"
     )
 
 
@@ -114,6 +119,11 @@ def attention_hint(plan: Plan) -> str | None:
         f"attention scores of {format_memory(max(stored))} are stored {place}{takes}. mp.layers.attention computes them in chunks, "
         "which it does not store"
     )
+
+
+def program_hints(plan: Plan) -> list[str]:
+    """The edits of the program that avoid storing attention scores, or sending operands."""
+    return [*filter(None, [attention_hint(plan)]), *(hint.text(plan) for hint in exchange_hints(plan))]
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:

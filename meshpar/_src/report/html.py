@@ -199,17 +199,17 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         return ""
     kernels = facts.kernel_seconds(time)
     exposed = time.seconds - kernels
-    by_colour = {colours.of[axis]: 0.0 for axis in plan.sizes}  # in the order of the legend
+    by_axes = {(axis,): 0.0 for axis in plan.sizes}  # in the order of the legend
     for c in plan.collectives:
-        kind = colours.first(c.axes)
-        by_colour[kind] = by_colour.get(kind, 0.0) + c.total_seconds
+        by_axes[tuple(c.axes)] = by_axes.get(tuple(c.axes), 0.0) + c.total_seconds
+    sent = [(colours.first(axes), n, f"collectives over {'+'.join(axes)}") for axes, n in by_axes.items() if n]
     waiting = "exposed communication" + " and copies to and from the host" * bool(time.to_host or time.to_device)
     rows = [
         ("step, estimated", time.seconds, [("ink", kernels, "kernels"), ("wait", exposed, waiting)]),
         ("matmuls alone", time.compute, [("ink", time.compute, "matmuls")]),
         ("memory traffic alone", time.memory, [("ink", time.memory, "memory traffic")]),
         ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
-        ("collectives alone", time.communication, [(kind, n, "collectives") for kind, n in by_colour.items() if n]),
+        ("collectives alone", time.communication, sent),
     ]
     copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
     rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]

@@ -16,7 +16,7 @@ from ..program.ir import Op, Program, Value
 from ..units import format_seconds
 from .colours import AxisColours
 from .facts import arrivals_text, fits, grouped
-from .hints import attention_hint, exchange_hints, memory_hints
+from .hints import memory_hints, program_hints
 from .tables import prose
 
 MAX_OVERLAP_ROWS = 8
@@ -166,11 +166,9 @@ def _unnamed_places(program: Program, missing: Iterable[tuple[Op, Value, int]]) 
 
 def notes(plan: Plan) -> Section:
     """Dims that could not be sharded, hints, joined names, rules and axes without effect, unnamed dims."""
-    scores = attention_hint(plan)
-    hints = [*[scores] * bool(scores), *(hint.text(plan) for hint in exchange_hints(plan))]
     lines = [
         *(Line("note", note) for note in plan.notes),
-        *(Line("hint", hint, "green") for hint in hints),
+        *(Line("hint", hint, "green") for hint in program_hints(plan)),
         *(Line("join", str(join), "yellow") for join in plan.joins),
     ]
     named, total, missing = plan.program.coverage()

@@ -120,9 +120,10 @@ def timeline(plan: Plan) -> Timeline | None:
 
 
 def network_of(plan: Plan, axes: tuple[str, ...]) -> str:
-    """The slowest network that collectives over some axes use, ``"DCN"`` if they leave a slice or node."""
+    """The slowest network that collectives over axes use: ``"DCN"`` if they leave a slice, ``node network"`` if a node of GPUs."""
     dims = {stage.dim for axis in axes for stage in plan.torus.get(axis, ()) if stage.size > 1}
-    return "DCN" if "slice" in dims else "NVLink" if plan.chip is not None and plan.chip.switch else "ICI"
+    between, within = ("node network", "NVLink") if plan.chip is not None and plan.chip.switch else ("DCN", "ICI")
+    return between if "slice" in dims else within
 
 
 @cached_on_plan

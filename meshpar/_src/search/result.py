@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from html import escape
 from typing import Any
@@ -24,7 +24,7 @@ from ..report.colours import AxisColours
 from ..report.diff import MIN_DIFFERENCE, longer_parts
 from ..report.document import Document
 from ..report.facts import calibration_text, title
-from ..report.hints import memory_hints
+from ..report.hints import memory_hints, program_hints
 from ..report.tables import Cell, Table, hanging, key, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
@@ -162,11 +162,17 @@ class Search(Document):
         """The colours of the axes in the terminal, the axes of the best candidate first."""
         return AxisColours(*(dict(parse_mesh(row.mesh)) for row in (self.best, *self.rows)))
 
-    def _listed(self, most: int) -> list[Row]:
+    def _listed(self, most: int, without: Collection[Row] = ()) -> list[Row]:
         """The first ``most`` candidates; of the others, each known scheme on its best mesh, and those with a letter in the plot."""
         named = {r.name: r for r in reversed(self.rows) if r.name}
-        labels = self._picture.labels
-        return [r for k, r in enumerate(self.rows) if k < most or named.get(r.name) is r or r in labels]
+        labels, rows = self._picture.labels, [r for r in self.rows if r not in without]
+        return [r for k, r in enumerate(rows) if k < most or named.get(r.name) is r or r in labels]
+
+    @property
+    def _alike(self) -> list[Row]:
+        """The candidates that are as good as the best but less simple, and have neither a name nor a letter in the plot."""
+        plain = (r for r in self.rows if not r.name and r not in self._picture.labels)
+        return [r for r in plain if self._why_not(r).startswith("as ")]
 
     def _table(self, rows: Iterable[Row]) -> Table:
         """The table of candidates: time, peak memory, bytes sent, mesh and layout."""
@@ -285,10 +291,12 @@ class Search(Document):
         errors."""
         where = f"{self.name} on {self.topology}" if self.name else self.topology
         head = [Text.assemble(("search", "bold"), f"  {where}: {self._count}{self._calibrated}")]
+        with quiet():
+            plan, kind = self.plan(), "hint" if self.fits else "fix"
+        fixes = [(Text(kind, "bold"), Text(hint, "green")) for hint in memory_hints(plan)]
         if not self.fits:
-            fixes = [(Text("fix", "bold"), Text(hint, "green")) for hint in memory_hints(self.plan())]
             head = [Text(self._misfit(), "bold red"), hanging(fixes), Text(), *head]
-        best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS)
+        best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS, self._alike)
         more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
         lines = {
             "mesh": styles.mesh(best.mesh),
@@ -301,13 +309,15 @@ class Search(Document):
             ),
         }
         lines[""] = Text(self.stages)
-        choice = hanging([(Text(name, "bold"), text) for name, text in lines.items() if text])
+        hints = fixes * self.fits + [(Text("hint", "bold"), Text(hint, "green")) for hint in program_hints(plan)]
+        choice = hanging([*((Text(name, "bold"), text) for name, text in lines.items() if text), *hints])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
-        hidden = f"and {len(self.rows) - len(rows)} more, which the page has (--html FILE)" * (
-            len(rows) < len(self.rows)
-        )
+        alike = f"{len(self._alike)} more like ★" * bool(self._alike)
+        others = len(self.rows) - len(rows) - len(self._alike)
+        more = " and ".join(filter(None, [alike, f"{others} others" * bool(others)]))
+        hidden = f"{more}, which the page has (--html FILE)" * bool(more)
         texts = [Text(text, "dim") for text in (hidden, self._star, self._idle(rows)) if text]
         return Group(*head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *texts, *notes)
 

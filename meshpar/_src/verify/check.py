@@ -77,7 +77,9 @@ class Row:
         some = len(self.explained)
         place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
         leaf = f"largest difference {self.difference:.1e} in {place}" if self.difference else "no difference"
-        rounded = f"; {some} of {self.leaves} leaves differ by rounding only" if some else ""
+        if some and self.error is None:
+            leaf = f"{self.leaves - some} of {self.leaves} leaves within the tolerance (at most {self.difference:.1e})"
+        rounded = f"; {some} differ{'s' * (some == 1)} by rounding only, each op verified" if some else ""
         mark = "✓" if self.error is None else "✗"
         return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
 
@@ -134,7 +136,7 @@ class Report:
                 f"  {shown}",
                 "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
                 "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
-                f"  The largest difference is {largest.rounding:.1e} of the leaf's largest value, of {largest.rounding_path}. A "
+                f"  These leaves differ by at most {largest.rounding:.1e} of their largest value ({largest.rounding_path}). A "
                 "leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
             ]
         notes += [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 
 from ...errors import UnsupportedError
@@ -36,7 +36,7 @@ def prove_plan(plan: Plan) -> Proof:
 
 def claims_of(plan: Plan) -> Claims:
     """What a plan says about its collectives and shardings."""
-    sends: Counter[tuple[str, frozenset[str]]] = Counter()
+    sends: defaultdict[tuple[str, frozenset[str]], float] = defaultdict(float)
     for c in plan.collectives:
         axes = frozenset(a for a in c.axes if plan.sizes[a] > 1)
         sends[c.op if c.algorithm == "native" else DECOMPOSED, axes] += c.bytes * (1 if c.count is None else c.count)

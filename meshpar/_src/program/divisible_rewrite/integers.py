@@ -32,6 +32,18 @@ def _evaluated_op(value: Value) -> Op | None:
     return value.op if is_known and is_integer and value.aval.size <= MAX_ELEMENTS else None
 
 
+def _counted(value: Value) -> Value | None:
+    """The value ``i`` of which an op makes a broadcast, a cast, or jnp's ``where(i < 0, i + n, i)``, without an evaluation: it may
+    have few elements, and the result too many, as the indices of ``jnp.put_along_axis`` have."""
+    op = value.op
+    if op is not None and op.name in ("broadcast_in_dim", "convert_element_type", "name_dims"):
+        return op.ins[0]
+    test = op.ins[0].op if op is not None and op.name == "select_n" and op.ins[0] is not None else None
+    if op is None or test is None or test.name != "lt" or test.ins != [op.ins[1], None]:
+        return None
+    return op.ins[1] if literal_array(test.eqn.invars[1]) == 0 else None
+
+
 class Constants:
     """Evaluates values that depend on constants alone.
 
@@ -92,6 +104,15 @@ class Constants:
 
     def iota_dim(self, value: Value) -> int | None:
         """The dim along which an integer value counts 0, 1, 2, …, as ``jnp.arange`` does, or None."""
+        value = self.outer.get(value, value)
+        op, dtype, source = value.op, value.aval.dtype, _counted(value)
+        if op is not None and jnp.issubdtype(dtype, jnp.integer):
+            d = op.eqn.params["dimension"] if op.name == "iota" else None if source is None else self.iota_dim(source)
+            if d is not None and source is not None:
+                to = op.eqn.params.get("broadcast_dimensions", range(len(source.shape)))[d]
+                d = to if value.shape[to] == source.shape[d] else None
+            if d is not None and value.shape[d] <= jnp.iinfo(dtype).max:
+                return d
         elements = self.evaluate(value)
         if elements is None:
             return None

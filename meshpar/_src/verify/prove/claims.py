@@ -7,7 +7,7 @@ and the specs of its ``shard_map``.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ def differences(
     sizes = {str(a): int(n) for a, n in dict(maps[0].params["mesh"].shape).items()}
     coarse = {a: a if a in claims.sizes else a.rstrip("'").rsplit(".", 1)[0].rstrip("'") for a in sizes}
     out = []
-    sent: dict[frozenset[str], Counter[str]] = defaultdict(Counter)
+    sent: dict[frozenset[str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for eqn, times in equations(maps[0].params["jaxpr"]):
         kind, p = KINDS.get(eqn.primitive.name), eqn.params
         names: Any = p.get("axes", p.get("axis_name"))
@@ -79,12 +79,13 @@ def differences(
             sent[frozenset(coarse[a] for a in axes)][kind] += times * _bytes(
                 eqn, kind, math.prod(sizes[a] for a in axes)
             )
-    claimed: dict[frozenset[str], Counter[str]] = defaultdict(Counter)
+    claimed: dict[frozenset[str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (kind, axes), size in claims.sends.items():
         claimed[axes][kind] += size
     for axes in sorted((a for a in claimed if DECOMPOSED in claimed[a]), key=len):
         for every in (sent, claimed):  # with the collectives over some of these axes, as a collective over each of them
-            every[axes] = Counter({DECOMPOSED: sum(every.pop(part).total() for part in list(every) if part <= axes)})
+            total = sum(sum(every.pop(part).values()) for part in list(every) if part <= axes)
+            every[axes] = defaultdict(float, {DECOMPOSED: total})
     for axes in {**sent, **claimed}:
         have, want = sent[axes], claimed[axes]
         for kind in {**have, **want}:

@@ -73,7 +73,8 @@ def leaves(*terms: Term) -> list[Term]:
 
 def constant(term: Term) -> np.ndarray:
     """The elements of a term ``array``."""
-    shape, data = term.params
+    params: Any = term.params
+    shape, data = params
     return np.frombuffer(data, term.dtype).reshape(shape)
 
 
@@ -94,7 +95,8 @@ def evaluate(
             number, function = number_of(t), function_of(t)
             if t.op in ("axis_index", "entry_block"):
                 require(t.axes <= set(at), "an index that depends on the device along another axis")
-                own: Any = (t.params,) if t.op == "axis_index" else t.params[0]
+                own: Any = t.params
+                own = (own,) if t.op == "axis_index" else own[0]
                 found = np.asarray(ctx.linear(own, at))[:, None]
                 found = constant(t.args[0])[found] if t.args else found
             elif number is not None:

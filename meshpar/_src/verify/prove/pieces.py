@@ -194,7 +194,7 @@ def side_by_side(ctx: Context, rels: Sequence[Rel], d: int) -> Rel | None:
     return made(ctx, like, d, axes, np.concatenate(tables, 1), *filling(fill, d, *parts))
 
 
-def padded(ctx: Context, x: Rel, d: int, config: tuple[int, int, int], value: Rel) -> Rel:
+def padded(ctx: Context, x: Rel, d: int, config: Sequence[int], value: Rel) -> Rel:
     """A dim in pieces, with a number before, after and between its elements."""
     (low, high, gap), fill = config, constant_of(value)
     require(fill is not None and min(low, high) >= 0, "negative padding of pieces, or not by a number")

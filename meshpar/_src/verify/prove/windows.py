@@ -50,7 +50,8 @@ def candidates(
 ) -> Iterator[tuple[Term, Any]]:
     """(term, params) of the ops of the function as written that differ from one only by the padding of dims."""
     for term in ctx.terms.uses.get((name, *(t.number for t in args)), ()):
-        found: Any = dict(term.params)
+        params: Any = term.params
+        found = dict(params)
         apart = [key for key, value in p.items() if value != found.get(key)]
         alike = all(
             p[key][k] == found[key][k] for key in PADDING if key in p for k in range(len(p[key])) if k not in dims

@@ -100,7 +100,7 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             require(len(split) == 1, "windows of pieces along several dims")
             (d,), ((local, full),) = split, pairs
             return [scattered(ctx, rels[0], replace(made, spec=x.spec), term, d, local, full, neutral)]
-        orders = [block_of_windows(ctx, x, d, *pair, neutral) for d, pair in zip(split, pairs, strict=True)]
+        orders = [block_of_windows(ctx, x, d, a, b, neutral) for d, (a, b) in zip(split, pairs, strict=True)]
         if None not in orders:
             return [made.placed({d: order or () for d, order in zip(split, orders, strict=True)})]
     raise Unverified("windows of blocks or pieces that are not those of an op as written")
