@@ -77,7 +77,7 @@ rule `batch: data+model+data` asks for axis `data` twice
   rule    batch: data+model+data
   fix     name each axis once: `batch: data+model`
 
-params/down: dim `mlp` of size 30 does not divide over data=4 (it leaves 2)
+params/down: dim `mlp` of size 30 does not divide over data=4: 30 is not a multiple of 4
   tensor  params/down  float32[30, 16]
   dims    mlp embed
   rule    mlp: data
@@ -365,14 +365,36 @@ ABSTRACT, MANUAL = (
 )
 OTHERS = [  # (class, call, texts of the error)
     (E.UnknownDimError, lambda: plan("batch: data; zzz: model"), ["dims there are: batch, embed, mlp"]),
+    (
+        E.UnknownDimError,
+        lambda: plan("batch: data; seq: model", {"x": "batch length"}, lambda x: x + 1, (jnp.ones((8, 4), int),)),
+        ["did you mean `length`?", 'names={"length": "seq"}'],
+    ),
+    (
+        E.LayoutSyntaxError,
+        lambda: mp.Layout("batch=data"),
+        ["layout rule 'batch=data' has no `:`\n  rule    batch=data\n  fix     write `:` in rules: `batch: data`"],
+    ),
+    (
+        E.UnknownAxisError,
+        lambda: plan("mlp: model", mesh="data=8"),
+        [
+            """mp.mesh("data=8, model=1"); rules for `model` then have no effect
+          or, to split over it: mp.mesh("data=4, model=2")"""
+        ],
+    ),
     (E.UnknownAxisError, lambda: plan("batch: expert"), ["axes there are: data, model"]),
-    (E.UnknownAxisError, lambda: plan("batch: slice"), ['mp.mesh("slice=2, data=2, model=2")']),
+    (
+        E.UnknownAxisError,
+        lambda: plan("batch: slice"),
+        ['mp.mesh("slice=1, data=4, model=2"); rules', 'mp.mesh("slice=2, data=2, model=2")'],
+    ),
     (E.UnknownAxisError, lambda: plan("batch: expert", mesh="data=3"), ['mp.mesh("data=3, expert=1")']),
     (
         E.DivisibilityError,
         lambda: plan("batch: data+model", args=arguments(batch=4)),
         [
-            "x: dim `batch` of size 4 does not divide over data=4 × model=2 (it leaves 4)",
+            "x: dim `batch` of size 4 does not divide over data=4 × model=2: 4 is not a multiple of 8",
             "make `batch` 8: the nearest multiple of 8",
         ],
     ),
@@ -384,7 +406,11 @@ OTHERS = [  # (class, call, texts of the error)
     (
         E.DivisibilityError,
         lambda: mp.Layout("embed: data").spec("embed", mp.mesh("data=4, model=2"), (10,), path="w"),
-        ["w: dim `embed` of size 10 does not", "(it leaves 2)", "make `embed` 8 or 12: the nearest multiples of 4"],
+        [
+            "w: dim `embed` of size 10 does not",
+            ": 10 is not a multiple of 4",
+            "make `embed` 8 or 12: the nearest multiples of 4",
+        ],
     ),
     (
         E.LayoutSyntaxError,

@@ -304,7 +304,10 @@ class Layout:
             fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
             fixes += did_you_mean(axis, mesh.shape, "axes")
             if not near(axis, mesh.shape):
-                fixes.append(f'or give the mesh that axis: mp.mesh("{mesh_text(_with_axis(mesh.shape, axis))}")')
+                meshes = (mesh_text(_with_axis(mesh.shape, axis, size)) for size in (1, 2))
+                first, *others = dict.fromkeys(f'mp.mesh("{text}")' for text in meshes)
+                fixes.append(f"or give the mesh that axis: {first}; rules for `{axis}` then have no effect")
+                fixes += [f"or, to split over it: {other}" for other in others]
             headline = f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have"
             raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
 
@@ -450,7 +453,7 @@ def divisibility_error(
     divided = inside is not None and inside % parts == 0
     fixes = [f"{fix}: only the input is {size}, the activations are {inside}", *fixes] if divided else [*fixes, fix]
     return DivisibilityError(
-        f"{path}: dim `{dim}` of size {size} does not divide over {axes} (it leaves {size % parts})",
+        f"{path}: dim `{dim}` of size {size} does not divide over {axes}: {size} is not a multiple of {parts}",
         path=path,
         shape=shape,
         dtype=dtype,
@@ -462,11 +465,11 @@ def divisibility_error(
     )
 
 
-def _with_axis(sizes: Mapping[str, int], axis: str) -> dict[str, int]:
-    """The sizes of a mesh of as many devices with one more axis: ``{"data": 16}`` → ``{"data": 8, "model": 2}``. Its size is 1
-    where no size is even; the axis between slices is the first."""
-    largest = max(sizes, key=lambda a: (sizes[a] % 2 == 0, sizes[a]))
-    factor = 2 - sizes[largest] % 2
+def _with_axis(sizes: Mapping[str, int], axis: str, factor: int) -> dict[str, int]:
+    """The sizes of a mesh of as many devices with one more axis of size ``factor``: ``{"data": 16}`` → ``{"data": 8, "model": 2}``.
+    Its size is 1 where it divides no size; the axis between slices is the first."""
+    largest = max(sizes, key=lambda a: (sizes[a] % factor == 0, sizes[a]))
+    factor = math.gcd(factor, sizes[largest])
     divided, new = {**sizes, largest: sizes[largest] // factor}, {axis: factor}
     return new | divided if axis == BETWEEN_SLICES else divided | new
 
@@ -489,8 +492,8 @@ def _parse(text: str) -> Iterable[Rule]:
         left, colon, right = statement.rpartition(":")
         if not colon:
             written = [f"write `:` in rules: `{': '.join(statement.split('=', 1))}`"]
-            fixes = written if "=" in statement else _similar_schemes(statement)
-            raise _bad_rule(statement, " has no `:`", *fixes, "write `dim: axis`, e.g. `batch: data`")
+            other = [*_similar_schemes(statement), "write `dim: axis`, e.g. `batch: data`"]
+            raise _bad_rule(statement, " has no `:`", *(written if "=" in statement else other))
         right, rounds = _rounds(right, statement)
         axes = _axes(right)
         for axis in axes:

@@ -430,6 +430,23 @@ def test_names_of_a_model_are_changed_from_outside():
     np.testing.assert_array_equal(ours[4], foreign[4])
 
 
+def test_a_scheme_without_effect_on_the_sequence_has_the_name_that_it_needs():
+    """With the ``names=`` of the note the scheme shards the dim, which Flax models call ``length``."""
+
+    def of(names):
+        step = mp.jit(
+            lambda tokens: nn.with_logical_constraint(tokens, ("batch", "length")) + 1,
+            mesh="data=4, model=2",
+            layout="batch: data; seq?: model",
+            names=names,
+        )
+        return step.plan(jax.ShapeDtypeStruct((8, 4), jnp.int32))
+
+    (said,) = (note for note in of(None).notes if "without effect" in note)
+    assert 'did you mean `length`? The known schemes say `seq`: rename it, for example names={"length": "seq"}' in said
+    assert list(of({"length": "seq"}).inputs[0].split) == [("batch", ("data",)), ("seq", ("model",))]
+
+
 def test_a_constraint_without_a_rule_has_the_edit_in_its_warning():
     step, weights = lambda params, x: Foreign().apply(params, x), Foreign().init(jax.random.key(0), x())
     where = {"mesh": "data=4, model=2", "dims": {"x": "batch features"}}

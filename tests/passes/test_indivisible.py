@@ -54,8 +54,20 @@ def test_optional_rules_warn_as_well(layout):
     """`heads?` leaves the number of heads unsharded, but not the fused kernels, so that head_dim is contracted."""
     _, (said,) = warnings_of("data=1, model=8", layout)
     assert "`heads` of size 4 does not divide over model=8" in said
-    assert "collectives caused by `heads?: model` send" in said
+    assert "so `heads?: model` does not split it there" in said
     assert warnings_of("data=2, model=4", layout)[1] == []
+
+
+@pytest.mark.parametrize(("seq", "mesh", "shifts"), [(127, "model=8", True), (125, "data=2, model=4", False)])
+def test_a_dim_that_labels_made_shorter_by_one_says_how_to_keep_it(seq, mesh, shifts):
+    def next_token(w, x):
+        return attention(w, x[:, :seq]).sum()
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mp.plan(jax.grad(next_token), *arguments(), mesh=mesh, layout="seq: model", dims=DIMS)
+    (text,) = [str(w.message) for w in said if w.category is mp.errors.IndivisibleWarning]
+    assert ("jnp.roll" in text) == shifts
 
 
 def test_no_warning_where_little_is_sent():

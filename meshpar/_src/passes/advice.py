@@ -12,7 +12,7 @@ from ...errors import IndivisibleWarning, LoweringWarning, MeshparError, Replica
 from ..compat.jax import function_name, user_stacklevel
 from ..cost.caching import with_shared_results
 from ..mesh import planned_mesh
-from ..plan.checks import kernel_rule_text, unnamed_results, unnamed_weights
+from ..plan.checks import kernel_rule_text, sequence_name, unnamed_results, unnamed_weights
 from ..plan.collectives import dcn_bytes_sent
 from ..plan.plan import Plan
 from ..program.ir import Op
@@ -48,7 +48,8 @@ def with_notes(plan: Plan) -> Plan:
         notes.append("the names of dims are inferred from their uses: mp.infer_dims or `meshpar names` lists the names")
     unused = sorted({r.dim for r in plan.layout.rules} - plan.program.all_names())
     if unused:
-        notes.append(f"rules without effect, since the program has no such dim: {', '.join(unused)}")
+        fix = [f"; {line}" for line in sequence_name(plan.program, unused)]
+        notes.append(f"rules without effect, since the program has no such dim: {', '.join(unused)}{''.join(fix)}")
     if plan.uncounted_loops:
         lines = ", ".join(dict.fromkeys(loop.op.source for loop in plan.uncounted_loops))
         notes.append(

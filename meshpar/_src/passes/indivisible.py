@@ -89,16 +89,18 @@ def excess_text(plan: Plan, dim: IndivisibleDim, others: Iterable[Plan]) -> str 
     best = min(others, key=lambda p: p.bytes_sent, default=None)
     if best is None:
         return None
-    caused, sent = bytes_caused(plan, dim.rule), plan.bytes_sent
-    excess = min(caused - bytes_caused(best, dim.rule), sent - best.bytes_sent)
+    sent = plan.bytes_sent
+    excess = min(bytes_caused(plan, dim.rule) - bytes_caused(best, dim.rule), sent - best.bytes_sent)
     if excess < max(MIN_EXCESS_BYTES, MIN_EXCESS_SHARE * sent):
         return None
     sizes = {a: plan.sizes[a] for a in dim.rule.axes}
+    shorter = any((dim.rule.dim, dim.size + 1) in zip(h.dims, h.shape, strict=True) for h in plan.inputs)
+    shift = "; where `logits[:, :-1]` makes it shorter, shift the labels with jnp.roll and mask the last one"
     return (
-        f"`{dim.rule.dim}` of size {dim.size} does not divide over {mesh_text(sizes)} in {list(dim.shape)} ({dim.dims}): "
-        f"collectives caused by `{dim.rule}` send {format_bytes(caused)} of the {format_bytes(sent)} that a device sends a step. "
-        f'With mesh="{mesh_text(best.sizes)}", which divides it, a device sends {format_bytes(best.bytes_sent)}; '
-        f"or make `{dim.rule.dim}` a multiple of {math.prod(sizes.values())}"
+        f"`{dim.rule.dim}` of size {dim.size} does not divide over {mesh_text(sizes)} in {list(dim.shape)} ({dim.dims}), so "
+        f"`{dim.rule}` does not split it there. A device sends {format_bytes(sent)} a step; with "
+        f'mesh="{mesh_text(best.sizes)}", which divides it, {format_bytes(best.bytes_sent)}. '
+        f"Or make `{dim.rule.dim}` a multiple of {math.prod(sizes.values())}" + shift * shorter
     )
 
 

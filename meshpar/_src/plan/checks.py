@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import cast
 
+import jax.numpy as jnp
+
 from ...errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
@@ -69,7 +71,7 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
             if not names
             else [
                 *_unnamed_inputs(program, rule.dim),
-                *did_you_mean(rule.dim, names, "dims"),
+                *(sequence_name(program, [rule.dim]) or did_you_mean(rule.dim, names, "dims")),
                 *_inferred_names(program, rule.dim),
                 *_misspelled_names(program, rule.dim),
                 *_list_of_layers(program, rule.dim),
@@ -122,6 +124,14 @@ def _inferred_names(program: Program, dim: str) -> list[str]:
     meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
     shown = ", ".join(f"{name} ({size})" for name, size in sizes.items())
     return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
+
+
+def sequence_name(program: Program, missing: Collection[str]) -> list[str]:
+    """The fix if ``seq`` is among the unknown dims, and the dim after the batch of integer inputs has another name."""
+    values = [v for v in program.inputs if v.kind is None and jnp.issubdtype(v.aval.dtype, jnp.integer)]
+    own = next((d[1] for d in map(program.dims, values) if d[:1] == ("batch",) and d[1:] and d[1]), "")
+    fix = f'did you mean `{own}`? The known schemes say `seq`: rename it, for example names={{"{own}": "seq"}}'
+    return [fix] if "seq" in missing and own.isidentifier() else []
 
 
 def _misspelled_names(program: Program, dim: str) -> list[str]:
