@@ -199,7 +199,7 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         return ""
     kernels = facts.kernel_seconds(time)
     exposed = time.seconds - kernels
-    by_axes = {(axis,): 0.0 for axis in plan.sizes}  # in the order of the legend
+    by_axes: dict[tuple[str, ...], float] = {(axis,): 0.0 for axis in plan.sizes}  # in the order of the legend
     for c in plan.collectives:
         by_axes[tuple(c.axes)] = by_axes.get(tuple(c.axes), 0.0) + c.total_seconds
     sent = [(colours.first(axes), n, f"collectives over {'+'.join(axes)}") for axes, n in by_axes.items() if n]
