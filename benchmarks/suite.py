@@ -221,6 +221,7 @@ BENCHMARKS = (
     Benchmark(
         "mutants", "step", "python benchmarks/mutants.py --sample 150 --seed 2", 1440, "", "Mutants",
         "Small edits of the code, and how many of them the tests find.",
+        rows=r"_src/(rules|plan|program|lower|passes) |\ball\b",
     ),
     Benchmark(
         "growth", "growth", "python benchmarks/growth.py", 30, "python benchmarks/growth.py --chips 8 64 512 4096",
