@@ -78,7 +78,7 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
     require(not x.partial & set(axes), "an all-gather of a partial value", refused=True)
     if x.term.axes & set(axes):
         x = ctx.expanded(x, [d])
-        require(not x.spec[d], "an all-gather of a block that depends on the device")
+        require(not x.spec[d] and not set(axes) & x.sharded, "an all-gather of a block that depends on the device")
         sizes = (*x.term.shape[:d], shape[d], *x.term.shape[d + 1 :])
         return replace(x, term=ctx.terms.make("devices", (axes, d), (x.term,), sizes, x.term.dtype), shape=shape)
     if x.term.shape[d] == 1:
@@ -117,6 +117,7 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     (x,), axes, p = rels, axes_of(eqn, ctx), eqn.params
     require(bool(p["tiled"]), "an all-to-all that moves a dim")
     i, j = int(p["split_axis"]), int(p["concat_axis"])
+    require(i != j, "an all-to-all along one dim")
     n = ctx.size(axes)
     shape = list(x.shape)
     shape[j] *= n
