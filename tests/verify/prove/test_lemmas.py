@@ -88,7 +88,7 @@ def pool_of_window(x, fill=-jnp.inf, first=-1):
     return pool(jnp.where((row >= 0) & (row < 16), x, fill), ((0, 0), (0, 0), (0, 0)))
 
 
-def dilated(x, w, shift=0):
+def dilated(x, w, shift: int | np.ndarray = 0):
     """The transpose of a convolution of stride 2, of a window of `x` with a zero before each element, at tables of offsets."""
     x = lax.pad(window(x), np.float32(0), ((0, 0, 0), (1, 1, 1), (0, 0, 0)))
     x = lax.dynamic_slice_in_dim(
@@ -393,6 +393,32 @@ def test_a_program_that_is_wrong_at_an_edge_of_a_lemma_is_not_proven(name):
     sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
     assert not np.array_equal(jax.jit(sharded)(*args), written(*args))
     assert not proof_of(written, sharded, args).proven
+
+
+UNREFUSED = {
+    "a sum of blocks": (lambda x: x.reshape(4, 2, 4).sum(0), lambda x: psum(x), [P("data")], P(), [(8, 4)]),
+    "a row that is added to rows": (
+        lambda x: x + jnp.pad(jnp.exp(x)[2:3], ((2, 1), (0, 0))),
+        lambda x: x + jnp.where(lax.axis_index("data") == 2, lax.all_gather(jnp.exp(x), "data", tiled=True)[2:3], 0.0),
+        [P("data")], P("data"), [(4, 6)],
+    ),
+    "a quotient of a row": (
+        lambda x: jnp.pad(jnp.exp(x)[2:3], ((2, 1), (0, 0))) / x,
+        lambda x: jnp.where(lax.axis_index("data") == 2, lax.all_gather(jnp.exp(x), "data", tiled=True)[2:3], 0.0) / x,
+        [P("data")], P("data"), [(4, 6)],
+    ),
+}  # fmt: skip
+"""Programs that are right, of values that could be blocks as well as partial values."""
+
+
+@pytest.mark.parametrize("name", UNREFUSED)
+def test_a_program_that_is_right_is_not_refused(name):
+    written, local, ins, outs, shapes = UNREFUSED[name]
+    args = [jnp.asarray(RNG.integers(1, 4, s), jnp.float32) for s in shapes]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+    np.testing.assert_allclose(jax.jit(sharded)(*args), written(*args), rtol=1e-5)
+    assert proof_of(written, sharded, args).status != "refused"
 
 
 def programs(name, out=None, local=None):

@@ -38,7 +38,7 @@ def summed(ctx: Context, x: Rel, axes: Sequence[str]) -> Rel:
     require(not x.partial or x.kind == "sum", f"a sum of a partial {x.kind}", refused=True)
     over = set(axes)
     sharded = over & x.sharded
-    require(not sharded, f"a sum over {axes_text(sharded)}, over which its operand is sharded", refused=True)
+    require(not sharded, f"a sum over {axes_text(sharded)}, over which its operand is sharded")  # a sum of its blocks
     require(not over & x.term.axes, "a sum of values that depend on the device")
     x = replace(x, term=ctx.terms.scale(x.term, Fraction(ctx.size(over - x.partial))))
     return replace(x, partial=x.partial - over)
@@ -52,7 +52,7 @@ def pmax(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         image = ctx.images.get(x.term.number) == x.kind == kind + "*" and x.partial <= axes
         require(not x.partial & axes or x.kind == kind or image, f"a {kind}imum of a partial {x.kind}", refused=True)
         differs = axes & (x.sharded | x.term.axes)
-        require(not differs, f"a {kind}imum over {axes_text(differs)}, over which it is sharded", refused=True)
+        require(not differs, f"a {kind}imum over {axes_text(differs)}, over which it is sharded")
         left = x.partial - axes
         out.append(replace(x, partial=left, kind=x.kind if left else "sum"))
     return out

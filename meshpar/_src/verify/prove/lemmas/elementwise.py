@@ -180,7 +180,9 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         linear = not wraps and (both or is_inexact(target))
         monotone = is_float(target) or (not is_inexact(source) and np.can_cast(source, target))
         require(
-            linear if x.kind == "sum" else monotone, "a cast of a partial value that rounds to integers", refused=True
+            linear if x.kind == "sum" else monotone,
+            "a cast of a partial value that rounds to integers, or of sums that wrap",
+            is_inexact(source),
         )
     moved(x, "a cast")
     if any(isinstance(s, Pieces) and s.origin for s in x.spec):  # of an incomplete sum, whose term keeps its dtype
