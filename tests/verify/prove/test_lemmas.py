@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec as P
 
@@ -87,7 +88,7 @@ def pool_of_window(x, fill=-jnp.inf, first=-1):
     return pool(jnp.where((row >= 0) & (row < 16), x, fill), ((0, 0), (0, 0), (0, 0)))
 
 
-def dilated(x, w, shift=0):
+def dilated(x, w, shift: int | np.ndarray = 0):
     """The transpose of a convolution of stride 2, of a window of `x` with a zero before each element, at tables of offsets."""
     x = lax.pad(window(x), np.float32(0), ((0, 0, 0), (1, 1, 1), (0, 0, 0)))
     x = lax.dynamic_slice_in_dim(
@@ -245,6 +246,179 @@ WRONG = {
     "contraction": [lambda x, w: lax.pmax(x @ w, "data"), lambda x, w: x @ w, lambda x, w: psum(x @ w) * 2],
 }
 """Local forms that compute something else."""
+
+
+def of_rows(values):
+    """The device's two rows of 8."""
+    return lax.dynamic_slice_in_dim(values, lax.axis_index("data") * 2, 2, 0)
+
+
+def filled(x, **fill):
+    return x.at[np.array([1, 100])].get(mode="fill", wrap_negative_indices=False, **fill)
+
+
+def added_to(x, new):
+    return x.at[np.array([1, 3])].add(new, mode="drop", wrap_negative_indices=False)
+
+
+def sum_of(x):
+    return lax.reduce(x, x.dtype.type(0), lax.add, (0,))
+
+
+def entry_of(x):
+    """Rows at an entry of a table that devices with another coordinate along `model` do not read."""
+    entry = lax.dynamic_slice(jnp.asarray(np.array([0, 2, 4, 6], np.int32)), [lax.axis_index("data")], [1])
+    entry = jnp.where(lax.axis_index("model") == 0, entry, 0)
+    return lax.psum(lax.dynamic_slice_in_dim(jnp.exp(x), lax.squeeze(entry, (0,)), 2, 0), "model")
+
+
+def best_of_rows(x):
+    """The extrema that devices have of other rows, side by side."""
+    at = jnp.argmax(x, 1)[:, None]
+    index, value = at + lax.axis_index("data") * x.shape[1], jnp.take_along_axis(x, at, 1)
+    index, value = (gather(of_rows(v), axis=1) for v in (index, value))
+    return jnp.take_along_axis(index, jnp.argmax(value, 1)[:, None], 1)[:, 0]
+
+
+def selected(g, x, prim=lax.ge_p, padding=((0, 0), (1, 1), (0, 0))):
+    """The gradient of windows of the largest (`le_p`: the smallest) elements."""
+    what = {"select_prim": prim, "window_dimensions": (1, 3, 1), "window_strides": (1, 1, 1), "padding": padding}
+    return select_and_scatter_add_p.bind(g, x, **what)
+
+
+def selected_of_window(g, x, prim=lax.ge_p):
+    row = lax.axis_index("data") * x.shape[1] - 2
+    x = window(x, n=2)
+    row += lax.broadcasted_iota(np.int32, x.shape, 1)
+    x = jnp.where((row >= 0) & (row < 16), x, -jnp.inf)
+    return selected(window(g), x, prim, ((0, 0),) * 3)[:, 2:-2]
+
+
+def repeated(g, x):
+    """The gradient of windows of one element of two, of elements that a device has twice."""
+    what = {"select_prim": lax.ge_p, "window_dimensions": (1, 1, 1), "window_strides": (1, 2, 1)}
+    found = select_and_scatter_add_p.bind(g, x, padding=((0, 0),) * 3, **what)
+    if "data" not in jax.sharding.get_abstract_mesh().manual_axes:
+        return found
+    x = jnp.concatenate([x[:, 0:1], x[:, 0:1], x[:, 2:3], x[:, 2:3]], 1)
+    twice = select_and_scatter_add_p.bind(g, x, padding=((0, 0),) * 3, **what)
+    return jnp.concatenate([twice[:, 1:2], found[:, 1:2], twice[:, 3:4], found[:, 3:4]], 1)
+
+
+def features(x, w):
+    """A convolution of blocks of rows, over two of four blocks of the features."""
+    up, down = (lax.ppermute(r, "model", [p]) for r, p in ((x[:, -1:], (0, 1)), (x[:, :1], (1, 0))))
+    two = lambda v, d: jnp.concatenate([v, send(v, [*UP, (3, 0)])], d)  # noqa: E731
+    return conv(two(jnp.concatenate([up, x, down], 1), 2), two(w, 1), padding=((0, 0),))
+
+
+def slots_modulo(cache, new, slots):
+    local, mine = own(slots, cache.shape[0])
+    first = lax.rem(lax.div(slots, np.int32(1000)), np.int32(1000)) == 5
+    local = jnp.where(first, 0, jnp.where(mine, local, cache.shape[0]))
+    return cache.at[local].set(new, mode="drop", wrap_negative_indices=False)
+
+
+BYTES = jnp.full((8, 4), 60, jnp.int8)
+LARGE = np.array([3, 5005, 0, 9], np.int32)
+EDGES = {
+    "a sum of partial maxima": (
+        lambda x: jnp.max(x, 0),
+        lambda x: lax.psum(jnp.where(lax.axis_index("data") == 0, jnp.max(x, 0), 0.0), ("data", "model")),
+        [P("model")], P(), [(8, 4)],
+    ),
+    "padding of one row": (
+        lambda x: jnp.zeros((4, 4)),
+        lambda x: lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 3), (0, 0))), lax.axis_index("data"), 1, 0),
+        [P()], P("data"), [(1, 4)],
+    ),
+    "a wider sum": (lambda x: sum_of(x).astype(jnp.int32), lambda x: psum(sum_of(x).astype(jnp.int32)), [P("data")], P(), [BYTES]),
+    "floats of a sum": (
+        lambda x: sum_of(x).astype(jnp.float32), lambda x: psum(sum_of(x).astype(jnp.float32)), [P("data")], P(), [BYTES],
+    ),
+    "a multiple that wraps": (
+        lambda x: jnp.max(x, 0) * np.int8(3), lambda x: lax.pmax(jnp.max(x, 0) * np.int8(3), "data"), [P("data")], P(),
+        [jnp.arange(32, dtype=jnp.int8).reshape(8, 4) * 3],
+    ),
+    "an offset divided by 0": (
+        jnp.exp, lambda x: lax.dynamic_slice_in_dim(jnp.exp(x), lax.div(lax.axis_index("data") * 2, np.int32(0)), 2, 0),
+        [P()], P("data"), [(8, 4)],
+    ),
+    "an all-to-all along one dim": (
+        lambda x: x + 1, lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True) + 1, [P("data")], P("data"), [(32, 4)],
+    ),
+    "numbers for rows out of range, of a partial value": (
+        lambda x, w: filled(x @ w, fill_value=1.0), lambda x, w: psum(filled(x @ w, fill_value=1.0)),
+        [ROWS, P("data")], P(), [(4, 8), (8, 6)],
+    ),
+    "updates of a partial zero": (
+        lambda x: added_to(jnp.zeros((8, 3)), x),
+        lambda x: psum(added_to(jnp.where(lax.axis_index("data") == 0, jnp.zeros((8, 3)), jnp.zeros((8, 3))), x)),
+        [P()], P(), [(2, 3)],
+    ),
+    "a partial entry of a table": (lambda x: jnp.exp(x) * 2, entry_of, [P()], P("data"), [(8, 4)]),
+    "windows of the smallest": (
+        lambda g, x: selected(g, x, lax.le_p), lambda g, x: selected_of_window(g, x, lax.le_p), [ROWS, ROWS], ROWS,
+        [(2, 16, 3), (2, 16, 3)],
+    ),
+    "windows of a constant": (
+        lambda g, x: selected(g, jnp.broadcast_to(x, g.shape)).sum(0),
+        lambda g, x: selected_of_window(g, jnp.broadcast_to(x, g.shape)).sum(0), [P("model", "data"), ROWS], P("data"),
+        [(4, 16, 3), (1, 16, 3)],
+    ),
+    "windows of repeated elements": (repeated, repeated, [ROWS, ROWS], ROWS, [(2, 8, 3), (2, 16, 3)]),
+    "extrema of other rows": (lambda x: jnp.argmax(x, 1), best_of_rows, [ROWS], P("data"), [(8, 8)]),
+    "a convolution of some features": (
+        conv, features, [P(None, "model", "data"), P(None, "data")], P(None, "model"), [(1, 8, 8), (3, 8, 4)],
+    ),
+    "another shape": (lambda x: jnp.zeros(8), lambda x: jnp.zeros(4), [P()], P(), [(4,)]),
+    "the maximum of no elements": (
+        lambda x: jnp.minimum(x, jnp.full(4, 3.0)), lambda x: jnp.minimum(x, lax.reduce_max(jnp.full((8, 4), 3.0)[:0], (0,))),
+        [P()], P(), [(4,)],
+    ),
+    "slots modulo a number": (
+        lambda x, new, at: x.at[at].set(new, mode="drop", wrap_negative_indices=False), slots_modulo,
+        [P("data"), P(), P()], P("data"), [(16, 3), (4, 3), LARGE],
+    ),
+    "-0.0 in a constant": (lambda x: x / jnp.zeros(4), lambda x: x / np.array([0.0, -0.0] * 2, np.float32), [P()], P(), [(4,)]),
+}  # fmt: skip
+"""Programs that are wrong at an edge of a lemma: (function, local form, specs, shapes or arrays of the arguments)."""
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_a_program_that_is_wrong_at_an_edge_of_a_lemma_is_not_proven(name):
+    written, local, ins, outs, args = EDGES[name]
+    args = [jnp.asarray(RNG.integers(1, 9, a), jnp.float32) if isinstance(a, tuple) else jnp.asarray(a) for a in args]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+    assert not np.array_equal(jax.jit(sharded)(*args), written(*args))
+    assert not proof_of(written, sharded, args).proven
+
+
+UNREFUSED = {
+    "a sum of blocks": (lambda x: x.reshape(4, 2, 4).sum(0), lambda x: psum(x), [P("data")], P(), [(8, 4)]),
+    "a row that is added to rows": (
+        lambda x: x + jnp.pad(jnp.exp(x)[2:3], ((2, 1), (0, 0))),
+        lambda x: x + jnp.where(lax.axis_index("data") == 2, lax.all_gather(jnp.exp(x), "data", tiled=True)[2:3], 0.0),
+        [P("data")], P("data"), [(4, 6)],
+    ),
+    "a quotient of a row": (
+        lambda x: jnp.pad(jnp.exp(x)[2:3], ((2, 1), (0, 0))) / x,
+        lambda x: jnp.where(lax.axis_index("data") == 2, lax.all_gather(jnp.exp(x), "data", tiled=True)[2:3], 0.0) / x,
+        [P("data")], P("data"), [(4, 6)],
+    ),
+}  # fmt: skip
+"""Programs that are right, of values that could be blocks as well as partial values."""
+
+
+@pytest.mark.parametrize("name", UNREFUSED)
+def test_a_program_that_is_right_is_not_refused(name):
+    written, local, ins, outs, shapes = UNREFUSED[name]
+    args = [jnp.asarray(RNG.integers(1, 4, s), jnp.float32) for s in shapes]
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+    np.testing.assert_allclose(jax.jit(sharded)(*args), written(*args), rtol=1e-5)
+    assert proof_of(written, sharded, args).status != "refused"
 
 
 def programs(name, out=None, local=None):

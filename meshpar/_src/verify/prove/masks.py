@@ -24,8 +24,9 @@ INTEGERS = frozenset("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".sp
 
 
 def _div(x: Any, y: Any) -> Any:
-    q = np.abs(x) // np.maximum(np.abs(y), 1)
-    return np.where((x < 0) != (y < 0), -q, q)
+    require(bool(np.all(y != 0)), "a quotient by 0")
+    q = x // y
+    return q + ((q * y != x) & ((x < 0) != (y < 0)))  # towards 0
 
 
 POINTWISE: dict[str, Callable[..., Any]] = {
@@ -180,7 +181,8 @@ def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
     mask = condition.term
     for x, zero, wanted in ((cases[1], cases[0], True), (cases[0], cases[1], False)):
         term, partial = x.term, rel.partial | mask.axes
-        if not mask.axes or not is_zero(zero.term) or (rel.partial | x.sharded) & mask.axes:
+        extremum = rel.partial and rel.kind != "sum"
+        if not mask.axes or extremum or not is_zero(zero.term) or (rel.partial | x.sharded) & mask.axes:
             continue
         kind = "one" if zero.term.params == "-0.0" and not rel.partial else "sum"
         if not mask.axes & term.axes and all(n == 1 for n in mask.shape) and not leaves(mask):
@@ -240,13 +242,23 @@ def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, 
     return None
 
 
+def _extends(term: Term, index: Term) -> bool:
+    """Whether an op of an index does beyond a limit as it does at the limit: no multiple, remainder or narrow integer."""
+    own: Any = term.params
+    other = term.op in ("mul", "div", "rem") or (term.op == "scale" and abs(own) != 1)
+    narrow = (
+        term.op == "convert" and term.dtype != "bool" and np.dtype(term.dtype).itemsize < np.dtype(index.dtype).itemsize
+    )
+    return not (other or narrow) or all(t is not index for t in parts(term))
+
+
 def _each_once(ctx: Context, rows: Rows, mode: str, index: Term) -> bool:
     """The law of :func:`owned`, for all values of the index: those within the sum of all numbers in the terms, beyond which no
     comparison changes, and the extremes of int32."""
     n, total = rows.n, rows.n * ctx.size(rows.axes)
     terms = [rows.local] if rows.mask is None else [rows.local, rows.mask]
     limit, ends = total + sum(abs(int(number_of(t) or 0)) for t in parts(*terms)), np.iinfo(np.int32)
-    if limit > MAX_VALUES:
+    if limit > MAX_VALUES or not all(_extends(t, index) for t in parts(*terms)):
         return False
     values = np.concatenate([[ends.min, ends.min + 1], np.arange(-limit, limit + 1), [ends.max]]).astype(index.dtype)
     try:

@@ -124,10 +124,10 @@ def made(
     if x.term.op == "pad" and fill is None and origin is None:  # a window of a padded array
         own: Any = x.term.params
         inner, value = x.term.args
-        if [k for k, _ in own] == [d] and value.op == "literal":
+        if [k for k, _ in own] == [d] and value.op == "literal" and inner.shape[d] > 1:
             low, _, gap = own[0][1]
             index, rest = np.divmod(table[..., 0] - low, gap + 1)
-            inside = (index >= 0) & (index < inner.shape[d]) & (rest == 0) & (inner.shape[d] > 1)
+            inside = (index >= 0) & (index < inner.shape[d]) & (rest == 0)
             table = np.where(inside[..., None], np.stack([index, table[..., 1]], -1), -1)
             return made(ctx, replace(x, term=inner), d, axes, table, (value.op, value.params))
     index, n, total = table[..., 0], table.shape[1], x.term.shape[d]

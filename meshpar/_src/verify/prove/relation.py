@@ -62,7 +62,7 @@ class Rel:
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.spec) == len(self.term.shape), (self.term, self.shape, self.spec)
         both = self.partial & (self.sharded | self.term.axes)
-        require(not both, f"a value that is partial over {', '.join(sorted(both))}, and differs along it", refused=True)
+        require(not both, f"a value that is partial over {', '.join(sorted(both))}, and differs along it")
 
     @property
     def sharded(self) -> frozenset[str]:

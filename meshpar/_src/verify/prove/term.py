@@ -104,7 +104,7 @@ class Terms:
     def array(self, value: Any) -> Term:
         """A constant array: a literal if all elements are equal."""
         x = np.asarray(value)
-        if x.size and x.dtype.kind in "fiubV" and (x == x.flat[0]).all():
+        if x.size and x.dtype.kind in "fiubV" and x.tobytes() == x.flat[0].tobytes() * x.size:  # 0.0 is not -0.0
             return self.literal(x.flat[0], x.dtype, x.ndim)
         return self.make("array", (x.shape, x.tobytes()), (), x.shape, x.dtype)
 

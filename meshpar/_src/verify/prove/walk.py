@@ -17,7 +17,7 @@ from .laws import act, axes_text, not_partial, partial_of
 from .lemmas import LOCAL_FORM, family_of, lemma_of
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
-from .pieces import OF_PIECES, has_pieces
+from .pieces import OF_PIECES, Pieces, has_pieces
 from .relation import Cause, Context, Known, Rel, Spec, Unverified, mapped, require
 from .report import Proof, Result
 from .term import Terms
@@ -86,9 +86,18 @@ class Walk:
             out = fn(self.ctx, eqn, [r if keep else as_sum(r) for r in rels if isinstance(r, Rel)])
             for r, var in zip(out, eqn.outvars, strict=True):
                 assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
+                for n, size, axes in zip(r.shape, r.term.shape, r.spec, strict=True):
+                    assert size == 1 or isinstance(axes, Pieces) or n * self.ctx.size(axes) == size, (name, r)
         except Unverified as e:
             return [self.unknown(eqn, str(e), e.refused, rels)] * len(eqn.outvars)
-        except (AssertionError, IndexError, KeyError, TypeError, ValueError) as e:  # of a lemma: nothing is known
+        except (
+            ArithmeticError,
+            AssertionError,
+            IndexError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as e:  # of a lemma: nothing is known
             return [self.unknown(eqn, f"the lemma fails: {e!r}"[:200], rels=rels)] * len(eqn.outvars)
         self.ctx.note(out)
         self.count(eqn, family_of(fn))
@@ -278,7 +287,7 @@ def prove_program(
         path, cause = paths[k] if paths else str(k), have if isinstance(have, Cause) else want
         if isinstance(have, Rel) and isinstance(want, Rel):
             text = f"is not the value of the function as written: {loops.differs(have.term, want.term)}"
-            cause = None if have.term is want.term else Cause("result", path, text)
+            cause = None if (have.term, have.shape) == (want.term, want.shape) else Cause("result", path, text)
         assert not isinstance(cause, Rel)
         status = "proven" if cause is None else "refused" if cause.refused else "not verified"
         results.append(Result(path, status, cause))

@@ -99,6 +99,7 @@ def scattered(
         same = (windows >= 0) & (full[windows] == found[k]).all(1)
         index = table[k, :, 0]
         once = len(set(windows[windows >= 0])) == (windows >= 0).sum()
+        once &= len(set(index[index >= 0])) == (index >= 0).sum()
         counts = [
             (index[:, None, None] == reads).sum((1, 2)) for reads in (full, found[k][windows >= 0], found[k][same])
         ]

@@ -38,7 +38,7 @@ def summed(ctx: Context, x: Rel, axes: Sequence[str]) -> Rel:
     require(not x.partial or x.kind == "sum", f"a sum of a partial {x.kind}", refused=True)
     over = set(axes)
     sharded = over & x.sharded
-    require(not sharded, f"a sum over {axes_text(sharded)}, over which its operand is sharded", refused=True)
+    require(not sharded, f"a sum over {axes_text(sharded)}, over which its operand is sharded")  # a sum of its blocks
     require(not over & x.term.axes, "a sum of values that depend on the device")
     x = replace(x, term=ctx.terms.scale(x.term, Fraction(ctx.size(over - x.partial))))
     return replace(x, partial=x.partial - over)
@@ -52,7 +52,7 @@ def pmax(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         image = ctx.images.get(x.term.number) == x.kind == kind + "*" and x.partial <= axes
         require(not x.partial & axes or x.kind == kind or image, f"a {kind}imum of a partial {x.kind}", refused=True)
         differs = axes & (x.sharded | x.term.axes)
-        require(not differs, f"a {kind}imum over {axes_text(differs)}, over which it is sharded", refused=True)
+        require(not differs, f"a {kind}imum over {axes_text(differs)}, over which it is sharded")
         left = x.partial - axes
         out.append(replace(x, partial=left, kind=x.kind if left else "sum"))
     return out
@@ -78,7 +78,7 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
     require(not x.partial & set(axes), "an all-gather of a partial value", refused=True)
     if x.term.axes & set(axes):
         x = ctx.expanded(x, [d])
-        require(not x.spec[d], "an all-gather of a block that depends on the device")
+        require(not x.spec[d] and not set(axes) & x.sharded, "an all-gather of a block that depends on the device")
         sizes = (*x.term.shape[:d], shape[d], *x.term.shape[d + 1 :])
         return replace(x, term=ctx.terms.make("devices", (axes, d), (x.term,), sizes, x.term.dtype), shape=shape)
     if x.term.shape[d] == 1:
@@ -117,6 +117,7 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     (x,), axes, p = rels, axes_of(eqn, ctx), eqn.params
     require(bool(p["tiled"]), "an all-to-all that moves a dim")
     i, j = int(p["split_axis"]), int(p["concat_axis"])
+    require(i != j, "an all-to-all along one dim")
     n = ctx.size(axes)
     shape = list(x.shape)
     shape[j] *= n

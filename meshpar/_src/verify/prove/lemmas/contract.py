@@ -138,5 +138,6 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         else:
             flat = [r.placed({dims[side]: () for _, dims in split}) for side, r in enumerate(rels)]
             (result,) = product(ctx, eqn, flat, pairs, **how, term=lambda x, y, term=term: term)
+            require(not any(result.spec[o] for o in specs), "sums over blocks of features, of windows that are blocks")
             return [replace(result.placed(specs), partial=result.partial | partial)]
     raise Unverified("a convolution of blocks or pieces, whose windows are not those of one as written")

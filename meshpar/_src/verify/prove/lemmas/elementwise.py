@@ -139,7 +139,10 @@ def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def scaled(ctx: Context, x: Rel, by: Fraction) -> list[Rel]:
     """A number times a value; a negative number makes a maximum a minimum."""
-    require(not x.partial or x.kind == "sum" or by > 0, "a negative multiple of a partial extremum")
+    monotone = by > 0 and is_float(x.term.dtype)
+    require(
+        not x.partial or x.kind == "sum" or monotone, "a negative multiple, or one of integers, of a partial extremum"
+    )
     moved(x, "a multiple")
     return [replace(x, term=ctx.terms.scale(x.term, by))]
 
@@ -173,10 +176,13 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     (x,), source, target = rels, rels[0].term.dtype, out_dtype(eqn)
     if x.partial and source != target and not x.kind.endswith("*"):
         both = source.startswith(("int", "uint")) and target.startswith(("int", "uint"))
-        linear = source != "bool" and (both or is_inexact(target))
+        wraps = not is_inexact(source) and (not both or np.dtype(source).itemsize < np.dtype(target).itemsize)
+        linear = not wraps and (both or is_inexact(target))
         monotone = is_float(target) or (not is_inexact(source) and np.can_cast(source, target))
         require(
-            linear if x.kind == "sum" else monotone, "a cast of a partial value that rounds to integers", refused=True
+            linear if x.kind == "sum" else monotone,
+            "a cast of a partial value that rounds to integers, or of sums that wrap",
+            is_inexact(source),
         )
     moved(x, "a cast")
     if any(isinstance(s, Pieces) and s.origin for s in x.spec):  # of an incomplete sum, whose term keeps its dtype

@@ -15,7 +15,7 @@ from jax.lax import GatherScatterMode
 from ..laws import ALL, act, axes_text, not_partial, partial_of
 from ..masks import Rows, axes_of, evaluate, leaves, owned
 from ..pieces import picked, updated
-from ..relation import Context, Rel, out_shape, require
+from ..relation import Context, Rel, out_dtype, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced
 from .table import lemma
@@ -102,6 +102,14 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         return [replace(best, shape=out_shape(eqn))]
     known = {k: str(v) for k, v in p.items() if k in ("fill_value", "mode")}
     known |= {"numbers": n, "sizes": tuple(m if d in unsharded else 0 for d, m in zip(ins[0], sizes, strict=True))}
+    given = p.get("fill_value")
+    zero = given == 0 or (
+        given is None and not out_dtype(eqn).startswith(("int", "uint", "bool"))
+    )  # NaN: of any number of them
+    require(
+        not x.partial or x.kind != "sum" or "FILL" not in str(p["mode"]) or zero,
+        "a gather of a partial value, and numbers",
+    )
     op, params = "gather", frozen(known)
     for d in [d for d in ins[0] if d in unsharded and x.spec[d]]:
         axes = x.spec[d]
@@ -185,5 +193,5 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     over = update.partial.union(*(axes for label, axes in dims if label not in ins[0]))
     if over or x.partial:
         sums = "add" in name and x.kind == update.kind == "sum" and (is_zero(x.term) or x.partial == over)
-        require(sums, f"{name} of updates that devices have parts of")
+        require(sums and x.partial <= over, f"{name} of updates that devices have parts of")
     return [replace(result, partial=over | x.partial)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 from jax.extend.core import JaxprEqn
@@ -32,6 +31,7 @@ def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     require(not x.partial or x.kind == kind, f"{name} of a partial {x.kind}", refused=True)
     require(kind == "sum" or not x.partial & over, "a reduction over its own partial axes", refused=True)
     varying = tuple(d for d in axes if term.shape[d] != 1)
+    require(all(x.shape[d] for d in axes if d not in varying), f"{name} of no elements")
     if varying:
         sizes = [1 if d in varying else n for d, n in enumerate(term.shape)]
         term = ctx.terms.make(name, varying, (term,), sizes, term.dtype)
@@ -91,6 +91,7 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         return act(ctx, eqn, rels, unsharded=unsharded, params=frozen(p))
     x, result, scatters = rels[-1], out_shape(eqn), name == "select_and_scatter_add"
     flat, neutral = [r.placed(dict.fromkeys(split, ())) for r in rels], NEUTRAL[name]
+    require(not scatters or str(p["select_prim"]) == "ge", "a gradient of windows that select the smallest element")
     for term, found in candidates(ctx, name, dict(frozen(p)), [r.term for r in rels], split):
         (made,) = act(ctx, eqn, flat, unsharded=unsharded, term=term)
         counts = (rels[0].shape, rels[0].term.shape) if scatters else (result, term.shape)
@@ -99,7 +100,7 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         if scatters:
             require(len(split) == 1, "windows of pieces along several dims")
             (d,), ((local, full),) = split, pairs
-            return [scattered(ctx, rels[0], replace(made, spec=x.spec), term, d, local, full, neutral)]
+            return [scattered(ctx, rels[0], made.placed({d: x.spec[d]}), term, d, local, full, neutral)]
         orders = [block_of_windows(ctx, x, d, a, b, neutral) for d, (a, b) in zip(split, pairs, strict=True)]
         if None not in orders:
             return [made.placed({d: order or () for d, order in zip(split, orders, strict=True)})]

@@ -64,7 +64,9 @@ def reshape(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def reshaped(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Rel:
     """The result of a reshape."""
-    if x.term.op == "array" and x.shape == (1,) and x.spec[0] and not shape:  # an entry of a table of constants
+    if (
+        x.term.op == "array" and x.shape == (1,) and x.spec[0] and not shape and not x.partial
+    ):  # an entry of a table of constants
         return ctx.replicated(ctx.terms.make("entry_block", (x.spec[0],), (x.term,), (), x.term.dtype), ())
     found = list(_reshapes(ctx, x, shape))
     if not found:
