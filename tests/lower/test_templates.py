@@ -10,13 +10,13 @@ from jax import lax
 from same_results import assert_close
 
 import meshpar as mp
-from meshpar._src.lower import shard_map, sum_orders
+from meshpar._src.lower import shard_map, transposed_sums
 
 LAYER = {"norm": (16,), "up": (16, 32), "down": (32, 16)}
 DIMS = {"params/*/norm": "embed", "params/*/up": "embed mlp", "params/*/down": "mlp embed", "x": "batch embed"}
 COUNTED = {
     shard_map: ["run_local", "follow"],
-    sum_orders: ["combined", "reduced"],
+    transposed_sums: ["combined", "reduced"],
 }
 
 

@@ -49,7 +49,7 @@ from .collectives import follow, reduced
 from .constraints import constrain_local
 from .jit import is_constrained, lower_to_jit, sharding_of
 from .rings import run_gather_ring, run_reduce_ring
-from .sum_orders import SumOrders
+from .transposed_sums import TransposedSums
 
 
 def lower_to_shard_map(
@@ -141,7 +141,7 @@ class _Device:
     def __init__(self, grid: Grid, plan: Plan):
         self.sizes, self.plan = grid, plan
         self.x: dict[Shard, Any] = {}
-        self.orders = SumOrders(grid)
+        self.orders = TransposedSums(grid)
         self.exchanged = Exchanged()
         self.templates = Templates()
 

@@ -2,17 +2,17 @@
 
 .. code-block:: text
 
-    term      global values as hash-consed expressions, in a normal form
-    relation  which block, partial value or copy of a global value a device has
-    laws      the effect of an op on dims and on partial values: the two laws that most lemmas consist of
-    masks     values that depend on the device: offsets, masks, and the rows that each device has
-    lemmas    for each op and collective: the relation of the results from the relations of the operands
-    loops     scan and while: invariants
-    walk      the function and the per-device program, equation by equation
-    pieces    the elements that each device has of a dim, where they are no block: halos, and blocks that go round a ring
-    windows   sliding windows of pieces
-    claims    what the plan says about its collectives and shardings
-    report    the certificate
+    term           global values as hash-consed expressions, in a normal form
+    relation       which block, partial value or copy of a global value a device has
+    laws           the effect of an op on dims and on partial values: the two laws that most lemmas consist of
+    device_values  values that depend on the device: offsets, masks, and the rows that each device has
+    lemmas         for each op and collective: the relation of the results from the relations of the operands
+    loops          scan and while: invariants
+    walk           the function and the per-device program, equation by equation
+    fragments      the elements that each device has of a dim, where they are no block: halos, and blocks that go round a ring
+    windows        sliding windows of fragments
+    claims         what the plan says about its collectives and shardings
+    report         the certificate
 
 The package imports neither rules, planner nor lowering: it shares no code with what it verifies.
 """

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from ...compat.jax import aval_of
-from .pieces import Pieces
+from .fragments import Fragments
 from .relation import Context, Rel, Unverified, require
 from .term import Term, is_zero
 
@@ -63,14 +63,14 @@ def act(
                 require(not axes, f"{name} along dim {n}, which is sharded over {axes_text(axes)}")
             elif size != 1:
                 require(
-                    not isinstance(axes, Pieces) or axes.whole,
+                    not isinstance(axes, Fragments) or axes.whole,
                     f"{name} of values outside of an array, or of incomplete sums",
                 )
                 found = dims.setdefault(n, (size, axes))
                 if found != (size, axes):
                     both = f"{axes_text(found[1])} and {axes_text(axes)}"
                     refused = name != "conv_general_dilated" and not any(
-                        isinstance(s, Pieces) for s in (found[1], axes)
+                        isinstance(s, Fragments) for s in (found[1], axes)
                     )
                     raise Unverified(f"operands of {name} sharded over {both} along dim {n}", refused)
     results = []

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .pieces import has_pieces
+from .fragments import has_fragments
 from .relation import Cause, Context, Known, Rel, Unverified, require
 from .term import Term, is_zero
 
@@ -135,7 +135,7 @@ def invariants(
         term, shape = loop.carries[places[k]], tuple(avals[k].shape)
         spec = tuple(a if n != 1 else () for a, n in zip(like.spec, term.shape, strict=True))
         sizes = tuple(n * ctx.size(a) for n, a in zip(shape, spec, strict=True))
-        require(not has_pieces(like), "a carry in pieces")
+        require(not has_fragments(like), "a carry in fragments")
         fits = all(n in (1, m) for n, m in zip(term.shape, sizes, strict=True))
         require(fits, f"a carry of shape {list(shape)} of one of shape {list(term.shape)}")
         return Rel(term, shape, spec, like.partial, like.kind)

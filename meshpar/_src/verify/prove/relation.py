@@ -49,7 +49,7 @@ class Rel:
       kind: by which reduction: ``sum``, ``max``, ``min``; for booleans ``max`` is ``or``. ``one``: a sum in which one device of
         a group has the value, and the others -0.0. With ``*``: an elementwise function of such a value.
       origin: of a matmul over one dim that is sharded, which is partial over its axes: (these axes, the origin of its sums in
-        :class:`pieces.Pieces`).
+        :class:`fragments.Fragments`).
     """
 
     term: Term

@@ -13,11 +13,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
 from . import loops
 from .claims import Claims, differences
+from .fragments import OF_FRAGMENTS, Fragments, has_fragments
 from .laws import act, axes_text, not_partial, partial_of
 from .lemmas import LOCAL_FORM, family_of, lemma_of
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
-from .pieces import OF_PIECES, Pieces, has_pieces
 from .relation import Cause, Context, Known, Rel, Spec, Unverified, mapped, require
 from .report import Proof, Result
 from .term import Terms
@@ -81,13 +81,15 @@ class Walk:
                 return [unknown] * len(eqn.outvars)
             if fn is None:
                 raise Unverified("no lemma")
-            keep, pieces = name == "bitcast_convert_type", any(has_pieces(r) for r in rels if isinstance(r, Rel))
-            require(not pieces or name in OF_PIECES or fn.__module__.endswith("elementwise"), "no lemma for pieces")
+            keep, fragments = name == "bitcast_convert_type", any(has_fragments(r) for r in rels if isinstance(r, Rel))
+            require(
+                not fragments or name in OF_FRAGMENTS or fn.__module__.endswith("elementwise"), "no lemma for fragments"
+            )
             out = fn(self.ctx, eqn, [r if keep else as_sum(r) for r in rels if isinstance(r, Rel)])
             for r, var in zip(out, eqn.outvars, strict=True):
                 assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
                 for n, size, axes in zip(r.shape, r.term.shape, r.spec, strict=True):
-                    assert size == 1 or isinstance(axes, Pieces) or n * self.ctx.size(axes) == size, (name, r)
+                    assert size == 1 or isinstance(axes, Fragments) or n * self.ctx.size(axes) == size, (name, r)
         except Unverified as e:
             return [self.unknown(eqn, str(e), e.refused, rels)] * len(eqn.outvars)
         except (
@@ -163,7 +165,7 @@ class Walk:
             if r.term.shape[d] != 1 and have != want:
                 refused = f"dim {d} of result {k} is sharded over {axes_text(have)}; its spec says {axes_text(want)}"
         if refused:
-            return self.unknown(eqn, refused, not has_pieces(r), [r])
+            return self.unknown(eqn, refused, not has_fragments(r), [r])
         if r.term.axes:
             return self.unknown(eqn, f"result {k} may depend on the device")
         return self.ctx.replicated(r.term, tuple(aval_of(eqn.outvars[k]).shape))

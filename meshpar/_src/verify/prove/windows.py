@@ -1,6 +1,6 @@
-"""Sliding windows along dims that are sharded or in pieces: whether those of a device are windows of the full array.
+"""Sliding windows along dims that are sharded or in fragments: whether those of a device are windows of the full array.
 
-The elements that each window reads are evaluated, on the device through the table of its pieces, and in the op of the function as
+The elements that each window reads are evaluated, on the device through the table of its fragments, and in the function's op as
 written: the same elements in the same order, and outside of the array the value that does not change the result.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from .pieces import Pieces, joined, made, table_of
+from .fragments import Fragments, joined, made, table_of
 from .relation import Context, Rel, require
 from .term import Term
 
 PADDING = ("padding", "lhs_dilation", "base_dilation")
-"""Params that differ between an op of pieces and the op as written, along dims in pieces."""
+"""Params that differ between an op of fragments and the op as written, along dims in fragments."""
 
 
 def reads(p: Mapping[str, Any], k: int, n: int, count: int, taps: int) -> np.ndarray:
@@ -33,14 +33,16 @@ def reads(p: Mapping[str, Any], k: int, n: int, count: int, taps: int) -> np.nda
 def on_devices(
     ctx: Context, x: Rel, d: int, axes: tuple[str, ...], at: np.ndarray, neutral: Sequence[str]
 ) -> np.ndarray:
-    """int[devices along axes, windows, taps]: the elements of the array that windows of pieces read; -1: none.
+    """int[devices along axes, windows, taps]: the elements of the array that windows of fragments read; -1: none.
 
     Args:
-      at: what they read of the pieces.
+      at: what they read of the fragments.
       neutral: the values that an element outside of the array may have.
     """
     entry = x.spec[d]
-    fits = not isinstance(entry, Pieces) or (entry.origin is None and (entry.fill is None or entry.fill[1] in neutral))
+    fits = not isinstance(entry, Fragments) or (
+        entry.origin is None and (entry.fill is None or entry.fill[1] in neutral)
+    )
     require(fits, "windows of values that are not neutral outside of the array")
     return np.where(at < 0, -1, table_of(ctx, x, d, axes)[:, at, 0])
 

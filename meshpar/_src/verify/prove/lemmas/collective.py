@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ..fragments import Fragments, gathered_fragments, sent
 from ..laws import axes_text
-from ..pieces import Pieces, gathered_pieces, sent
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
 
@@ -86,8 +86,8 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
     have = x.spec[d]
     others = {a for k, s in enumerate(x.spec) if k != d for a in s} & set(axes)
     require(not others, f"an all-gather over {axes_text(others)}, over which another dim is sharded", refused=True)
-    if isinstance(have, Pieces):
-        return gathered_pieces(ctx, x, axes, d)
+    if isinstance(have, Fragments):
+        return gathered_fragments(ctx, x, axes, d)
     fits = have[len(have) - len(axes) :] == axes
     require(fits, f"an all-gather over {axes} of dim {d}, which is sharded over {have}", refused=True)
     spec = tuple(s[: len(s) - len(axes)] if k == d else s for k, s in enumerate(x.spec))
@@ -130,7 +130,7 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @lemma("ppermute")
 def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Each device gets the value of another one, or zeros: other blocks or pieces of the same value."""
+    """Each device gets the value of another one, or zeros: other blocks or fragments of the same value."""
     (x,), axes = rels, axes_of(eqn, ctx)
     sources = np.full(ctx.size(axes), -1)
     for source, target in eqn.params["perm"]:

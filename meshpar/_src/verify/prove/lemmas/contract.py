@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from ..fragments import Fragments, blocks_of, joined, summed_blocks, table_of
 from ..laws import act, one_partial
-from ..pieces import Pieces, blocks_of, joined, summed_blocks, table_of
 from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
 from ..term import Term, frozen
 from ..windows import block_of_windows, candidates, reads
@@ -29,7 +29,7 @@ def product(
     """
     x, y = rels
     for i, j in pairs:
-        require(not isinstance(y.spec[j], Pieces) or bool(x.spec[i]), "a sum over pieces and a constant")
+        require(not isinstance(y.spec[j], Fragments) or bool(x.spec[i]), "a sum over fragments and a constant")
         if x.term.shape[i] == y.term.shape[j] == 1:  # the sum depends on the size
             x, y = ctx.expanded(x, [i]), ctx.expanded(y, [j])
     split = [(i, j) for i, j in pairs if x.spec[i]]
@@ -40,12 +40,12 @@ def product(
     if "term" in how:
         how["term"] = how["term"](x.term, y.term)
     (result,) = act(ctx, eqn, [x, y], **how)
-    apart = [(i, j) for i, j in split if isinstance(x.spec[i], Pieces) or result.sharded & set(x.spec[i])]
+    apart = [(i, j) for i, j in split if isinstance(x.spec[i], Fragments) or result.sharded & set(x.spec[i])]
     origins = [(ctx.size(x.spec[i]), (x.term.number, i, y.term.number, j)) for i, j in apart or split]
     if not apart:
         origin = (x.spec[split[0][0]], origins[0]) if len(split) == 1 else None
         return [replace(result, partial=own | over, origin=origin)]
-    require(len(apart) == 1, "a sum over several dims in pieces")
+    require(len(apart) == 1, "a sum over several dims in fragments")
     ((i, j),), (origin,), axes = apart, origins, joined(ctx, x.spec[apart[0][0]])
     result = replace(result, partial=own | (over - set(axes)))
     return [summed_blocks(ctx, result, axes, blocks_of(ctx, x, i, axes), origin)]
@@ -102,7 +102,7 @@ def einsum(
 @lemma("conv_general_dilated")
 def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A matmul over the input features, for each offset of the window; batch and output features are carried along. Along a spatial
-    dim in pieces, each device has a block of the windows, or a block of the taps of every window, whose sums are partial."""
+    dim in fragments, each device has a block of the windows, or a block of the taps of every window, whose sums are partial."""
     p = eqn.params
     numbers = p["dimension_numbers"]
     window = [f"w{k}" for k in range(len(numbers.lhs_spec) - 2)]
@@ -140,4 +140,4 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             (result,) = product(ctx, eqn, flat, pairs, **how, term=lambda x, y, term=term: term)
             require(not any(result.spec[o] for o in specs), "sums over blocks of features, of windows that are blocks")
             return [replace(result.placed(specs), partial=result.partial | partial)]
-    raise Unverified("a convolution of blocks or pieces, whose windows are not those of one as written")
+    raise Unverified("a convolution of blocks or fragments, whose windows are not those of one as written")

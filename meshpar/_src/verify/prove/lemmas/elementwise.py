@@ -10,9 +10,9 @@ from fractions import Fraction
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ..device_values import axes_of, evaluate, leaves, resolved
+from ..fragments import Fragments, added, constant_of, has_fragments, masked_fragments, moved
 from ..laws import act, not_partial, one_partial, partial_of
-from ..masks import axes_of, evaluate, leaves, resolved
-from ..pieces import Pieces, added, constant_of, has_pieces, masked_pieces, moved
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from ..term import Term, frozen, is_float, is_zero, number_of
 from .table import Lemma, lemma
@@ -80,15 +80,15 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 @elementwise("add", "add_any", "sub")
 def linear(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Σ x + Σ y = Σ (x + y): both are partial over the same axes, or one is 0. The sums over different blocks of one
-    contraction are the one over all of them (:func:`pieces.added`)."""
+    contraction are the one over all of them (:func:`fragments.added`)."""
     if eqn.primitive.name != "sub":
         for x, y in (rels, rels[::-1]):
-            if is_zero(x.term) and y.shape == out_shape(eqn) and (y.term.axes | y.partial or has_pieces(y)):
+            if is_zero(x.term) and y.shape == out_shape(eqn) and (y.term.axes | y.partial or has_fragments(y)):
                 return [y]
         both = added(ctx, *rels)
         if both is not None:
             complete = both.term.dtype != out_dtype(eqn) and not any(
-                isinstance(s, Pieces) and s.origin for s in both.spec
+                isinstance(s, Fragments) and s.origin for s in both.spec
             )
             return [replace(both, term=ctx.terms.convert(both.term, out_dtype(eqn))) if complete else both]
     return applied(ctx, eqn, rels, partial_of(rels, eqn.primitive.name, "sum"))
@@ -106,25 +106,29 @@ def select(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, "a choice"))
     not_partial(rels[:1], "a condition")
-    if len(rels) == 3 and any(map(has_pieces, rels[1:])):
+    if len(rels) == 3 and any(map(has_fragments, rels[1:])):
         return [outside(ctx, *rels)]
     return applied(ctx, eqn, rels, partial_of(rels[1:], "a choice"))
 
 
 def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
-    """where(mask, x, number), of pieces x, whose mask leaves out all elements outside of the array."""
-    x, other, wanted = (yes, no, True) if has_pieces(yes) else (no, yes, False)
-    dims, value, at = [d for d, s in enumerate(x.spec) if isinstance(s, Pieces)], constant_of(other), leaves(mask.term)
-    require(len(dims) == 1 and value is not None and len(at) < 2, "a choice of pieces")
+    """where(mask, x, number), of fragments x, whose mask leaves out all elements outside of the array."""
+    x, other, wanted = (yes, no, True) if has_fragments(yes) else (no, yes, False)
+    dims, value, at = (
+        [d for d, s in enumerate(x.spec) if isinstance(s, Fragments)],
+        constant_of(other),
+        leaves(mask.term),
+    )
+    require(len(dims) == 1 and value is not None and len(at) < 2, "a choice of fragments")
     (d,), axes = dims, axes_of(ctx, mask.term)
     along = all(n == 1 or k == d for k, n in enumerate(mask.term.shape))
     require(
         along and all(t.op == "iota" and t.shape[d] != 1 for t in at) and not mask.sharded,
-        "a choice of pieces by a mask of data",
+        "a choice of fragments by a mask of data",
     )
     (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
     assert value is not None
-    return masked_pieces(ctx, x, d, keep == wanted, axes, value)
+    return masked_fragments(ctx, x, d, keep == wanted, axes, value)
 
 
 @elementwise("mul")
@@ -185,7 +189,7 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             is_inexact(source),
         )
     moved(x, "a cast")
-    if any(isinstance(s, Pieces) and s.origin for s in x.spec):  # of an incomplete sum, whose term keeps its dtype
+    if any(isinstance(s, Fragments) and s.origin for s in x.spec):  # of an incomplete sum, whose term keeps its dtype
         require(is_float(source) and is_float(target), "a cast of an incomplete sum to integers", refused=True)
         return [x]
     narrow = narrowed(ctx, x.term, target) if is_float(source) and is_float(target) else x.term

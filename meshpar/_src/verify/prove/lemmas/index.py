@@ -12,9 +12,9 @@ from jax import ShapeDtypeStruct
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
+from ..device_values import Rows, axes_of, evaluate, leaves, owned
+from ..fragments import picked, updated
 from ..laws import ALL, act, axes_text, not_partial, partial_of
-from ..masks import Rows, axes_of, evaluate, leaves, owned
-from ..pieces import picked, updated
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced
@@ -23,7 +23,7 @@ from .table import lemma
 
 @lemma("dynamic_slice")
 def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """At an index that only depends on the device, a slice is a piece; at n times the index of the device, one of n elements is its
+    """At an index of the device alone, a slice is a fragment; at n times the index of the device, one of n elements is its
     block. At another index it is a slice of a dim that is not sharded."""
     x, *starts = rels
     not_partial(starts, "an index")
@@ -35,7 +35,7 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
             x = sliced(ctx, x, d, min(max(int(number), 0), x.shape[d] - n), n)
         elif not leaves(start.term):
             starts, axes = starts_of(ctx, start, x.shape[d] - n)
-            require(not set(axes) & x.partial, "pieces, over axes along which the value is partial", refused=True)
+            require(not set(axes) & x.partial, "fragments, over axes along which the value is partial", refused=True)
             x = picked(ctx, x, d, starts[:, None] + np.arange(n), axes)
         else:
             aval = ShapeDtypeStruct(shape, x.term.dtype)
@@ -53,7 +53,7 @@ def starts_of(ctx: Context, start: Rel, last: int) -> tuple[np.ndarray, tuple[st
 
 @lemma("dynamic_update_slice")
 def dynamic_update_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """An update of elements along dims that are not sharded, or in pieces; the others are carried along."""
+    """An update of elements along dims that are not sharded, or in fragments; the others are carried along."""
     x, update, *starts = rels
     not_partial(starts, "an index")
     dims = [d for d in range(len(x.shape)) if x.shape[d] != update.shape[d]]
@@ -88,7 +88,7 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Dims that are complete in each slice, and dims of the indices, are carried along; indexed dims are not sharded.
 
     Of an indexed dim that is sharded, the result is the term ``gather_block``: rows of the device's block, at an index that
-    depends on the device. A mask makes it a partial value (:func:`masks.gathered`).
+    depends on the device. A mask makes it a partial value (:func:`device_values.gathered`).
     """
     x, index = rels
     not_partial([index], "an index")

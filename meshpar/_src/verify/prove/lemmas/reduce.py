@@ -78,7 +78,7 @@ def sort(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 @lemma("reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add", "select_and_gather_add")
 def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Reductions of windows, and their gradients: along dims whose window has more than one element, which are not sharded, or
-    whose pieces have a block of the windows."""
+    whose fragments have a block of the windows."""
     name = eqn.primitive.name
     not_partial(rels, name)
     p = eqn.params
@@ -98,10 +98,10 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         each = list(zip((p, found), (x.shape, x.term.shape), counts, strict=True))
         pairs = [[reads(q, d, r[d], c[d], p["window_dimensions"][d]) for q, r, c in each] for d in split]
         if scatters:
-            require(len(split) == 1, "windows of pieces along several dims")
+            require(len(split) == 1, "windows of fragments along several dims")
             (d,), ((local, full),) = split, pairs
             return [scattered(ctx, rels[0], made.placed({d: x.spec[d]}), term, d, local, full, neutral)]
         orders = [block_of_windows(ctx, x, d, a, b, neutral) for d, (a, b) in zip(split, pairs, strict=True)]
         if None not in orders:
             return [made.placed({d: order or () for d, order in zip(split, orders, strict=True)})]
-    raise Unverified("windows of blocks or pieces that are not those of an op as written")
+    raise Unverified("windows of blocks or fragments that are not those of an op as written")

@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
+from ..fragments import padded, picked, side_by_side
 from ..laws import act, partial_of
-from ..pieces import padded, picked, side_by_side
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
 
@@ -118,7 +118,7 @@ def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 
 def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1) -> Rel:
-    """Elements of one dim; of a block, pieces."""
+    """Elements of one dim; of a block, fragments."""
     shape, sizes = x.resized(d, size), (*x.term.shape[:d], size, *x.term.shape[d + 1 :])
     if x.term.shape[d] == 1 or (size == x.shape[d] and stride == 1):
         return replace(x, shape=shape)
@@ -155,23 +155,23 @@ def split(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 @lemma("concatenate", "stack")
 def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Blocks that are sharded alike along the other dims, one after the other; all are partial over the same axes, or 0.
-    Pieces of one array are pieces of it."""
+    Fragments of one array are fragments of it."""
     d = int(eqn.params["dimension" if eqn.primitive.name == "concatenate" else "axis"])
     if eqn.primitive.name == "stack":
         put = lambda xs, x: (*xs[:d], x, *xs[d:])  # noqa: E731
         rels = [r.of(ctx.terms.reshape(r.term, put(r.term.shape, 1)), put(r.shape, 1), put(r.spec, ())) for r in rels]
     if len(rels) == 1:
         return list(rels)
-    pieces = side_by_side(ctx, rels, d)
-    if pieces is not None:
-        return [pieces]
+    fragments = side_by_side(ctx, rels, d)
+    if fragments is not None:
+        return [fragments]
     widths, partial = tuple(r.shape[d] for r in rels), partial_of(rels, "values side by side")
     return act(ctx, eqn, rels, unsharded=[d], params=(d, widths), partial=partial, op="concatenate")
 
 
 @lemma("pad")
 def pad(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Padding of dims that are not sharded, or in pieces; of partial sums, with zeros."""
+    """Padding of dims that are not sharded, or in fragments; of partial sums, with zeros."""
     config = {d: tuple(map(int, c)) for d, c in enumerate(eqn.params["padding_config"]) if any(c)}
     for d in [d for d in config if rels[0].spec[d]]:
         rels = [padded(ctx, rels[0], d, config.pop(d), rels[1]), rels[1]]

@@ -1,4 +1,4 @@
-"""Pieces: the elements of a dim that each device has, where they are no block of it.
+"""Fragments: the elements of a dim that each device has, where they are no block of it.
 
 Halos and rings of matmuls give devices slices of other shards, windows that extend beyond the array, and sums over some of the
 devices. Tables say for each device which elements it has, and ops that move elements move the entries of the tables: a table is
@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from .masks import order_of
+from .device_values import order_of
 from .relation import Context, Rel, require
 
 ALL = -1
@@ -21,16 +21,16 @@ ALL = -1
 MAX_BITS = 62
 Fill = tuple[str, Any]
 """Op and params of a number, or of ``empty``."""
-OF_PIECES = frozenset(
+OF_FRAGMENTS = frozenset(
     "slice split dynamic_slice dynamic_update_slice concatenate pad transpose ppermute all_gather dot_general conv_general_dilated "
     "reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split()
 )
-"""Primitives whose lemmas take operands in pieces, besides elementwise ops."""
+"""Primitives whose lemmas take operands in fragments, besides elementwise ops."""
 ZEROS = ("0.0", "-0.0", "0", "False")
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class Fragments:
     """The elements of one dim on all devices, in place of the axes of its blocks.
 
     Attributes:
@@ -64,14 +64,14 @@ class Pieces:
         return self.fill is None and self.origin is None
 
 
-def has_pieces(x: Rel) -> bool:
-    """Whether a dim is in pieces."""
-    return any(isinstance(s, Pieces) for s in x.spec)
+def has_fragments(x: Rel) -> bool:
+    """Whether a dim is in fragments."""
+    return any(isinstance(s, Fragments) for s in x.spec)
 
 
 def moved(x: Rel, by: str) -> None:
-    """Require that pieces are 0 outside of the array, so that a multiple or a cast of them is one of the array."""
-    fills = [s.fill for s in x.spec if isinstance(s, Pieces) and s.fill is not None]
+    """Require that fragments are 0 outside of the array, so that a multiple or a cast of them is one of the array."""
+    fills = [s.fill for s in x.spec if isinstance(s, Fragments) and s.fill is not None]
     require(all(f[1] in ZEROS for f in fills), f"{by} of numbers outside of an array")
 
 
@@ -98,17 +98,19 @@ def table_of(ctx: Context, x: Rel, d: int, axes: Sequence[str], at: np.ndarray |
     at = np.arange(x.shape[d]) if at is None else at
     at = np.broadcast_to(at, (devices, at.shape[-1]))
     index = np.broadcast_to(np.asarray(ctx.linear(tuple(entry), ctx.coordinates(axes))), (devices,))[:, None]
-    if isinstance(entry, Pieces):
+    if isinstance(entry, Fragments):
         return entry.array[index, at]
     return np.stack([index * x.shape[d] + at, np.full(at.shape, ALL)], -1)
 
 
 def filling(fill: Fill | None, d: int, *values: Rel) -> tuple[Fill | None, Any]:
-    """(the one value of elements outside of arrays, the one origin) of the pieces of values along a dim."""
-    found = [s for x in values for s in [x.spec[d]] if isinstance(s, Pieces)]
+    """(the one value of elements outside of arrays, the one origin) of the fragments of values along a dim."""
+    found = [s for x in values for s in [x.spec[d]] if isinstance(s, Fragments)]
     fills = {f for f in (fill, *(s.fill for s in found)) if f is not None}
     origins = {s.origin for s in found if s.origin is not None}
-    require(len(fills) < 2 and len(origins) < 2, "pieces with several numbers outside of an array, or of several sums")
+    require(
+        len(fills) < 2 and len(origins) < 2, "fragments with several numbers outside of an array, or of several sums"
+    )
     return next(iter(fills), None), next(iter(origins), None)
 
 
@@ -151,9 +153,9 @@ def made(
         elif consecutive:
             found = order_of(ctx, axes, index[:, 0], n)
             order = found[0] if found is not None and not found[1] and n * ctx.size(found[0]) == total else None
-    require(order is not None or total != 1, "pieces of one element")  # which would be a constant
+    require(order is not None or total != 1, "fragments of one element")  # which would be a constant
     data = np.ascontiguousarray(table, np.int64).tobytes()
-    spec = Pieces(axes, data, len(table), fill, origin) if order is None else order
+    spec = Fragments(axes, data, len(table), fill, origin) if order is None else order
     return replace(x, term=term, shape=shape, spec=(*x.spec[:d], cast(Any, spec), *x.spec[d + 1 :]))
 
 
@@ -165,7 +167,7 @@ def picked(ctx: Context, x: Rel, d: int, at: np.ndarray, axes: Sequence[str] = (
 
 
 def updated(ctx: Context, x: Rel, update: Rel, d: int, starts: np.ndarray, axes: Sequence[str]) -> Rel:
-    """``x``, a constant or pieces of the same array, with an update from a position of each device on."""
+    """``x``, a constant or fragments of the same array, with an update from a position of each device on."""
     every, value = joined(ctx, axes, x.spec[d], update.spec[d]), constant_of(x)
     starts, axes = on_all(ctx, starts, axes, every), every
     update = ctx.expanded(update, [d])
@@ -177,7 +179,7 @@ def updated(ctx: Context, x: Rel, update: Rel, d: int, starts: np.ndarray, axes:
 
 
 def side_by_side(ctx: Context, rels: Sequence[Rel], d: int) -> Rel | None:
-    """Pieces of one array, and constants, one after the other; None if no dim is in pieces."""
+    """Fragments of one array, and constants, one after the other; None if no dim is in fragments."""
     parts = [r for r in rels if r.spec[d]]
     if not parts:
         return None
@@ -186,18 +188,18 @@ def side_by_side(ctx: Context, rels: Sequence[Rel], d: int) -> Rel | None:
     for r in rels:
         value = constant_of(r)
         if value is not None:
-            fill, _ = value, require(fill in (None, value), "pieces and several numbers")
+            fill, _ = value, require(fill in (None, value), "fragments and several numbers")
             tables.append(np.full((ctx.size(axes), r.shape[d], 2), -1))
         else:
-            require(besides(r, d) == besides(like, d), "pieces of different arrays side by side")
+            require(besides(r, d) == besides(like, d), "fragments of different arrays side by side")
             tables.append(table_of(ctx, r, d, axes))
     return made(ctx, like, d, axes, np.concatenate(tables, 1), *filling(fill, d, *parts))
 
 
 def padded(ctx: Context, x: Rel, d: int, config: Sequence[int], value: Rel) -> Rel:
-    """A dim in pieces, with a number before, after and between its elements."""
+    """A dim in fragments, with a number before, after and between its elements."""
     (low, high, gap), fill = config, constant_of(value)
-    require(fill is not None and min(low, high) >= 0, "negative padding of pieces, or not by a number")
+    require(fill is not None and min(low, high) >= 0, "negative padding of fragments, or not by a number")
     axes = joined(ctx, x.spec[d])
     own = table_of(ctx, x, d, axes)
     table = np.full((len(own), low + high + max((own.shape[1] - 1) * (gap + 1) + 1, 0), 2), -1)
@@ -205,7 +207,7 @@ def padded(ctx: Context, x: Rel, d: int, config: Sequence[int], value: Rel) -> R
     return made(ctx, x, d, axes, table, *filling(fill, d, x))
 
 
-def masked_pieces(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple[str, ...], value: Fill) -> Rel:
+def masked_fragments(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple[str, ...], value: Fill) -> Rel:
     """``x`` where the mask ``keep[devices along axes, elements]`` is true, else a number, as all elements outside of the array."""
     every = joined(ctx, axes, x.spec[d])
     table = table_of(ctx, x, d, every)
@@ -233,11 +235,11 @@ def sent(ctx: Context, x: Rel, axes: Sequence[str], sources: np.ndarray) -> Rel:
 def blocks_of(ctx: Context, x: Rel, d: int, axes: tuple[str, ...]) -> np.ndarray:
     """For devices along axes, the blocks of a dim that they have, as bits, where the dim has as many blocks as devices have it."""
     count, total = ctx.size(x.spec[d]), x.term.shape[d]
-    require(total % count == 0 and count <= MAX_BITS, "a sum over pieces that are not blocks")
+    require(total % count == 0 and count <= MAX_BITS, "a sum over fragments that are not blocks")
     index, n = np.sort(table_of(ctx, x, d, axes)[..., 0], 1), total // count
     blocks = index[:, ::n] // n
     whole = index.shape[1] % n == 0 and (index == (blocks[..., None] * n + np.arange(n)).reshape(index.shape)).all()
-    require(bool(whole and (np.diff(blocks, axis=1) > 0).all()), "a sum over pieces that are not blocks")
+    require(bool(whole and (np.diff(blocks, axis=1) > 0).all()), "a sum over fragments that are not blocks")
     return np.bitwise_or.reduce(1 << blocks.astype(np.int64), axis=1)
 
 
@@ -247,7 +249,7 @@ def summed_blocks(
     """``result``, of which each device along axes has the sum over some blocks of a contraction."""
     own = [k for k, s in enumerate(result.spec) if set(s) & set(axes)]
     free = [k for k, n in enumerate(result.term.shape) if n != 1]
-    require(len(own) < 2 and bool(own or free), "a sum over pieces that several dims depend on")
+    require(len(own) < 2 and bool(own or free), "a sum over fragments that several dims depend on")
     d = (own or free)[0]
     every = joined(ctx, axes, result.spec[d])
     table = table_of(ctx, result, d, every).copy()
@@ -269,13 +271,13 @@ def own_blocks(ctx: Context, x: Rel) -> Rel:
 def added(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     """The sum of two incomplete sums: over the blocks of both, if they are different blocks of one contraction; of two
     contractions, if they are the same blocks. None if none is incomplete."""
-    if not any(isinstance(s, Pieces) and s.origin for r in (x, y) for s in r.spec):
+    if not any(isinstance(s, Fragments) and s.origin for r in (x, y) for s in r.spec):
         return None
     x, y = own_blocks(ctx, x), own_blocks(ctx, y)
-    dims = [k for k, pair in enumerate(zip(x.spec, y.spec, strict=True)) if any(isinstance(s, Pieces) for s in pair)]
-    require(len(dims) == 1, "a sum of pieces along several dims")
+    dims = [k for k, pair in enumerate(zip(x.spec, y.spec, strict=True)) if any(isinstance(s, Fragments) for s in pair)]
+    require(len(dims) == 1, "a sum of fragments along several dims")
     (d,) = dims
-    require(besides(replace(x, term=y.term), d) == besides(y, d), "a sum of pieces of different blocks")
+    require(besides(replace(x, term=y.term), d) == besides(y, d), "a sum of fragments of different blocks")
     axes = joined(ctx, x.spec[d], y.spec[d])
     left, right = (table_of(ctx, r, d, axes) for r in (x, y))
     (fill, one), (other, two) = (filling(None, d, r) for r in (x, y))
@@ -283,7 +285,7 @@ def added(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     require(alike, "a sum of complete and incomplete sums")
     assert one is not None
     assert two is not None
-    require(bool((left[..., 0] == right[..., 0]).all()), "a sum of pieces at different places")
+    require(bool((left[..., 0] == right[..., 0]).all()), "a sum of fragments at different places")
     apart, equal = not (left[..., 1] & right[..., 1]).any(), (left == right).all()
     if x.term is y.term and one == two and apart:
         return made(ctx, x, d, axes, left | right * [0, 1], None, one)
@@ -292,7 +294,7 @@ def added(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     return made(ctx, both, d, axes, left, None, (one[0], frozenset([(x.term.number, one[1]), (y.term.number, two[1])])))
 
 
-def gathered_pieces(ctx: Context, x: Rel, axes: Sequence[str], d: int) -> Rel:
+def gathered_fragments(ctx: Context, x: Rel, axes: Sequence[str], d: int) -> Rel:
     """The elements of all devices along axes, one after the other."""
     every = joined(ctx, axes, x.spec[d])
     own, at, count = table_of(ctx, x, d, every), ctx.coordinates(every), ctx.size(axes)

@@ -44,7 +44,7 @@ class Order(NamedTuple):
     matmul: Op | None = None
 
 
-class SumOrders:
+class TransposedSums:
     """The partial values of a body, with the orders of dims in which they can be computed.
 
     Args:
@@ -57,9 +57,9 @@ class SumOrders:
         self._matmuls: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
         self._transposed: dict[int, tuple[Any, list[Order]]] = {}
 
-    def copy(self) -> SumOrders:
+    def copy(self) -> TransposedSums:
         """A copy with the same values."""
-        other = SumOrders(self.grid)
+        other = TransposedSums(self.grid)
         other._matmuls, other._transposed = dict(self._matmuls), dict(self._transposed)
         return other
 
