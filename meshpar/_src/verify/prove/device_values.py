@@ -54,7 +54,7 @@ def function_of(term: Term) -> Callable[..., Any] | None:
     return None if other else POINTWISE.get(term.op)
 
 
-def parts(*terms: Term) -> Iterator[Term]:
+def subterms(*terms: Term) -> Iterator[Term]:
     """The terms that terms are evaluated from, leaves included, each once."""
     seen: set[int] = set()
     stack = list(terms)
@@ -68,8 +68,10 @@ def parts(*terms: Term) -> Iterator[Term]:
 
 
 def leaves(*terms: Term) -> list[Term]:
-    """The values that terms are evaluated from, apart from numbers and coordinates."""
-    return [t for t in parts(*terms) if t.op not in ("literal", "axis_index", "entry_block") and function_of(t) is None]
+    """The values that terms are evaluated from, except numbers and coordinates."""
+    return [
+        t for t in subterms(*terms) if t.op not in ("literal", "axis_index", "entry_block") and function_of(t) is None
+    ]
 
 
 def constant(term: Term) -> np.ndarray:
@@ -233,7 +235,7 @@ def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, 
       modes: of the gather or scatter as written, for an index out of range.
     """
     shape = rows.local.shape
-    for t in parts(rows.local):
+    for t in subterms(rows.local):
         if not t.axes and t.dtype == rows.local.dtype and math.prod(t.shape) == math.prod(shape):
             for mode in modes:
                 value = made(ctx.terms.reshape(t, shape), mode)
@@ -249,7 +251,7 @@ def _extends(term: Term, index: Term) -> bool:
     narrow = (
         term.op == "convert" and term.dtype != "bool" and np.dtype(term.dtype).itemsize < np.dtype(index.dtype).itemsize
     )
-    return not (other or narrow) or all(t is not index for t in parts(term))
+    return not (other or narrow) or all(t is not index for t in subterms(term))
 
 
 def _each_once(ctx: Context, rows: Rows, mode: str, index: Term) -> bool:
@@ -257,8 +259,8 @@ def _each_once(ctx: Context, rows: Rows, mode: str, index: Term) -> bool:
     comparison changes, and the extremes of int32."""
     n, total = rows.n, rows.n * ctx.size(rows.axes)
     terms = [rows.local] if rows.mask is None else [rows.local, rows.mask]
-    limit, ends = total + sum(abs(int(number_of(t) or 0)) for t in parts(*terms)), np.iinfo(np.int32)
-    if limit > MAX_VALUES or not all(_extends(t, index) for t in parts(*terms)):
+    limit, ends = total + sum(abs(int(number_of(t) or 0)) for t in subterms(*terms)), np.iinfo(np.int32)
+    if limit > MAX_VALUES or not all(_extends(t, index) for t in subterms(*terms)):
         return False
     values = np.concatenate([[ends.min, ends.min + 1], np.arange(-limit, limit + 1), [ends.max]]).astype(index.dtype)
     try:

@@ -39,7 +39,7 @@ class Fragments:
         contraction whose sum it is, as bits, :data:`ALL` of a complete one.
       devices: the number of devices.
       fill: the value of elements outside of the array: a number, or ``empty``.
-      origin: of incomplete sums: (the number of blocks, the contractions).
+      origin: of partial sums: (the number of blocks, the contractions).
     """
 
     axes: tuple[str, ...]
@@ -59,7 +59,7 @@ class Fragments:
         return np.frombuffer(self.table, np.int64).reshape(self.devices, -1, 2)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Whether all elements are complete, and in the array."""
         return self.fill is None and self.origin is None
 
@@ -76,7 +76,7 @@ def moved(x: Rel, by: str) -> None:
 
 
 def besides(x: Rel, d: int) -> tuple[Any, ...]:
-    """The relation, apart from one dim."""
+    """The relation, except one dim."""
     return x.term, x.partial, x.kind, x.spec[:d], x.spec[d + 1 :], x.shape[:d], x.shape[d + 1 :]
 
 
@@ -213,7 +213,7 @@ def masked_fragments(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple
     table = table_of(ctx, x, d, every)
     keep = on_all(ctx, keep, axes, every)
     inside = filling(None, d, x)[1] is None and not (keep & (table[..., 0] < 0)).any()
-    require(inside, "a choice of elements outside of the array, or of incomplete sums")
+    require(inside, "a choice of elements outside of the array, or of partial sums")
     return made(ctx, x, d, every, np.where(keep[..., None], table, -1), value)
 
 
@@ -238,8 +238,8 @@ def blocks_of(ctx: Context, x: Rel, d: int, axes: tuple[str, ...]) -> np.ndarray
     require(total % count == 0 and count <= MAX_BITS, "a sum over fragments that are not blocks")
     index, n = np.sort(table_of(ctx, x, d, axes)[..., 0], 1), total // count
     blocks = index[:, ::n] // n
-    whole = index.shape[1] % n == 0 and (index == (blocks[..., None] * n + np.arange(n)).reshape(index.shape)).all()
-    require(bool(whole and (np.diff(blocks, axis=1) > 0).all()), "a sum over fragments that are not blocks")
+    blocked = index.shape[1] % n == 0 and (index == (blocks[..., None] * n + np.arange(n)).reshape(index.shape)).all()
+    require(bool(blocked and (np.diff(blocks, axis=1) > 0).all()), "a sum over fragments that are not blocks")
     return np.bitwise_or.reduce(1 << blocks.astype(np.int64), axis=1)
 
 
@@ -269,7 +269,7 @@ def own_blocks(ctx: Context, x: Rel) -> Rel:
 
 
 def added(ctx: Context, x: Rel, y: Rel) -> Rel | None:
-    """The sum of two incomplete sums: over the blocks of both, if they are different blocks of one contraction; of two
+    """The sum of two partial sums: over the blocks of both, if they are different blocks of one contraction; of two
     contractions, if they are the same blocks. None if none is incomplete."""
     if not any(isinstance(s, Fragments) and s.origin for r in (x, y) for s in r.spec):
         return None
@@ -282,12 +282,12 @@ def added(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     left, right = (table_of(ctx, r, d, axes) for r in (x, y))
     (fill, one), (other, two) = (filling(None, d, r) for r in (x, y))
     alike = one is not None and two is not None and one[0] == two[0] and fill is other is None
-    require(alike, "a sum of complete and incomplete sums")
+    require(alike, "a sum of complete and partial sums")
     assert one is not None
     assert two is not None
     require(bool((left[..., 0] == right[..., 0]).all()), "a sum of fragments at different places")
-    apart, equal = not (left[..., 1] & right[..., 1]).any(), (left == right).all()
-    if x.term is y.term and one == two and apart:
+    disjoint, equal = not (left[..., 1] & right[..., 1]).any(), (left == right).all()
+    if x.term is y.term and one == two and disjoint:
         return made(ctx, x, d, axes, left | right * [0, 1], None, one)
     require(bool(equal), "a sum of the sums over different blocks of different contractions")
     both = replace(x, term=ctx.terms.add(x.term, y.term))

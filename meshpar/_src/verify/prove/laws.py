@@ -63,8 +63,8 @@ def act(
                 require(not axes, f"{name} along dim {n}, which is sharded over {axes_text(axes)}")
             elif size != 1:
                 require(
-                    not isinstance(axes, Fragments) or axes.whole,
-                    f"{name} of values outside of an array, or of incomplete sums",
+                    not isinstance(axes, Fragments) or axes.complete,
+                    f"{name} of values outside of an array, or of partial sums",
                 )
                 found = dims.setdefault(n, (size, axes))
                 if found != (size, axes):

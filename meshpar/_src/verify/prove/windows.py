@@ -54,11 +54,11 @@ def candidates(
     for term in ctx.terms.uses.get((name, *(t.number for t in args)), ()):
         params: Any = term.params
         found = dict(params)
-        apart = [key for key, value in p.items() if value != found.get(key)]
+        differing = [key for key, value in p.items() if value != found.get(key)]
         alike = all(
             p[key][k] == found[key][k] for key in PADDING if key in p for k in range(len(p[key])) if k not in dims
         )
-        if ctx.terms.is_known(term) and alike and set(apart) <= set(PADDING):
+        if ctx.terms.is_known(term) and alike and set(differing) <= set(PADDING):
             yield term, found
 
 

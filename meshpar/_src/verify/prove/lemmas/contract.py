@@ -40,13 +40,13 @@ def product(
     if "term" in how:
         how["term"] = how["term"](x.term, y.term)
     (result,) = act(ctx, eqn, [x, y], **how)
-    apart = [(i, j) for i, j in split if isinstance(x.spec[i], Fragments) or result.sharded & set(x.spec[i])]
-    origins = [(ctx.size(x.spec[i]), (x.term.number, i, y.term.number, j)) for i, j in apart or split]
-    if not apart:
+    fragmented = [(i, j) for i, j in split if isinstance(x.spec[i], Fragments) or result.sharded & set(x.spec[i])]
+    origins = [(ctx.size(x.spec[i]), (x.term.number, i, y.term.number, j)) for i, j in fragmented or split]
+    if not fragmented:
         origin = (x.spec[split[0][0]], origins[0]) if len(split) == 1 else None
         return [replace(result, partial=own | over, origin=origin)]
-    require(len(apart) == 1, "a sum over several dims in fragments")
-    ((i, j),), (origin,), axes = apart, origins, joined(ctx, x.spec[apart[0][0]])
+    require(len(fragmented) == 1, "a sum over several dims in fragments")
+    ((i, j),), (origin,), axes = fragmented, origins, joined(ctx, x.spec[fragmented[0][0]])
     result = replace(result, partial=own | (over - set(axes)))
     return [summed_blocks(ctx, result, axes, blocks_of(ctx, x, i, axes), origin)]
 
