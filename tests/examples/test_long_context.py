@@ -34,4 +34,5 @@ def test_the_plan_of_a_million_tokens():
     whole = seq * 8 * 128 * 2 * (2 + 4)
     assert rows["gathered"].attention_memory > whole
     assert rows["gathered"].peak - rows["ring"].peak > whole / 2
-    assert rows["ring"].attention_memory < whole / 3
+    exchanged = 2 * half * 128 * 2  # half of the queries of the mirrored device, and their results
+    assert rows["ring"].attention_memory <= whole / 3 + exchanged

@@ -298,7 +298,9 @@ def test_the_picture_of_a_pipeline(browser, tmp_path, microbatches):
         assert filled == 4 * microbatches
     assert width == 20 * plan.pipeline.ticks
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    numbers = page.locator("#pipeline svg text").all_text_contents()
+    numbers = page.locator("#pipeline svg text:not(.tick)").all_text_contents()
+    ticks = page.locator("#pipeline svg text.tick").all_text_contents()
+    assert ticks == ([str(t) for t in range(plan.pipeline.ticks)] if microbatches == 8 else [])
     slots = 2 * 4  # forward and backward on four stages
     assert sorted(numbers) == (sorted(str(m) for m in range(8) for _ in range(slots)) if microbatches == 8 else [])
     label = page.locator("#pipeline svg").get_attribute("aria-label")
