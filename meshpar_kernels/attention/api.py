@@ -35,7 +35,6 @@ def ring_attention(
     *,
     causal: bool = False,
     segment_ids: Segments = None,
-    positions: jax.Array | None = None,
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -71,8 +70,6 @@ def ring_attention(
       causal: a query sees no later key; positions count from the start of each sequence.
       segment_ids: int [B, Sq/A], of queries and keys (Sq = Skv), or a pair ([B, Sq/A], [B, Skv/A]): a query sees the
         keys of its own segment.
-      positions: int32 [Sq/A], the positions of the tokens, the same in all rows (Sq = Skv), for tokens in another order
-        (`mp.data.balance`); None: the order of `parallel`.
       window: a query sees the keys less than `window` positions away; with `causal` itself and the window - 1 keys
         before it.
       scale: factor on q·k; None: 1/√D.
@@ -97,6 +94,7 @@ def ring_attention(
     """
     refuse_sharded(OP, q=q, k=k, v=v)
     parallel = parallel or ContextParallel()
+    positions = None if isinstance(parallel.order, str) else parallel.order
     axes = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     sizes = {a: devices_on(OP, "q, k, v", a) for a in axes}
     options = Options(
@@ -105,7 +103,7 @@ def ring_attention(
         scale=scale,
         softcap=softcap,
         strategy=parallel.strategy,
-        zigzag=math.prod(sizes.values()) if parallel.order == "zigzag" else 1,
+        zigzag=math.prod(sizes.values()) if positions is None and parallel.order == "zigzag" else 1,
         both_ways=parallel.both_ways,
         balance=parallel.balance,
         implementation=implementation,

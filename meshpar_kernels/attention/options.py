@@ -29,6 +29,8 @@ class ContextParallel:
         and results; ring only from 256K tokens on, if another fits and has as little work.
       order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, in which each
         device has an early and a late block, so that causal work is balanced. Masks use the true positions of tokens.
+        An int32 array [Sq/A]: the positions of the tokens, the same in all rows (Sq = Skv), for another order
+        (`mp.data.balance`).
       balance: whether the ring balances causal work of contiguous tokens: devices i and A - 1 - i exchange the second half of
         their queries. None: where that takes less time by `attention_costs`.
       both_ways: whether the ring sends in both directions, which uses both directions of its links.
@@ -44,14 +46,14 @@ class ContextParallel:
     """
 
     strategy: str | None = None
-    order: str = "contiguous"
+    order: str | jax.Array = "contiguous"
     both_ways: bool = True
     scatter: str | None = None
     balance: bool | None = None
 
     def __post_init__(self) -> None:
         """Check the order. Raises ValueError."""
-        if self.order not in ORDERS:
+        if isinstance(self.order, str) and self.order not in ORDERS:
             raise ValueError(f"{OP}: order must be one of {ORDERS}, got {self.order!r}")
 
 

@@ -114,9 +114,9 @@ def test_balanced_rings_are_exact_in_float64(case):
     strategy, balance = "ring+ulysses" if len(sizes) > 1 else "ring", None if placed else True
 
     def attend(q, k, v, seg, pos):
-        parallel = ContextParallel(strategy=strategy, balance=balance)
-        more = {"segment_ids": seg if segments else None, "positions": pos if placed else None}
-        return ring_attention(q, k, v, axes, chunks=(4, 5), parallel=parallel, **more, **options)
+        parallel = ContextParallel(strategy=strategy, balance=balance, order=pos if placed else "contiguous")
+        ids = seg if segments else None
+        return ring_attention(q, k, v, axes, segment_ids=ids, chunks=(4, 5), parallel=parallel, **options)
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), axes)
     f = jax.shard_map(attend, mesh=mesh, in_specs=(P(None, axes),) * 4 + (P(axes),), out_specs=P(None, axes))

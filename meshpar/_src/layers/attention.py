@@ -43,7 +43,6 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     strategy: str | None = None,
-    zigzag: int = 1,
     implementation: str | None = None,
     **tuning: Any,
 ) -> jax.Array:
@@ -60,12 +59,14 @@ def attention(
     Args:
       q: [batch, seq, heads, head_dim]; float32, bfloat16, float16 or float64.
       k: [batch, seq, kv_heads, head_dim]; heads are a multiple of kv_heads. v: [batch, seq, kv_heads, any].
-      causal, segment_ids, positions, window, scale, softcap, implementation: as in :func:`meshpar_kernels.ring_attention`, for
+      positions: int32 [seq], the positions of the tokens, the same in all rows, where they are in another order
+        (:func:`meshpar.data.balance`); None: in order.
+      causal, segment_ids, window, scale, softcap, implementation: as in :func:`meshpar_kernels.ring_attention`, for
         global arrays.
       strategy: see above; only for a sharded sequence.
-      zigzag: the number of devices for which the tokens are in the order of :func:`meshpar_kernels.zigzag`, which balances causal
-        attention over that many shards of the sequence. It determines the positions of tokens, so the result depends on it.
-      tuning: ``balance``, ``both_ways``, ``chunks``, ``scatter`` as in ``ring_attention``.
+      tuning: ``balance``, ``both_ways``, ``chunks``, ``scatter`` as in ``ring_attention``; and ``zigzag``, the number of devices
+        for which the tokens are in the order of :func:`meshpar_kernels.zigzag`, which balances causal attention over that many
+        shards of the sequence. It determines the positions of tokens, so the result depends on it.
 
     Returns:
       [batch, seq, heads, any], q's dtype. Differentiable in q, k and v.
@@ -93,7 +94,7 @@ def attention(
             )
     form = Form(len(ids), positions is not None, q.shape[1] == k.shape[1])
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "implementation": implementation}
-    options |= {"strategy": strategy, "zigzag": zigzag, **tuning}
+    options |= {"strategy": strategy, "zigzag": 1, **tuning}
     static = tuple(sorted(options.items()))
     operands = _unpack((q, k, v, *more), form)
     _plan(operands, {}, {**options, "strategy": "ring"})  # on one device: all but the strategy
