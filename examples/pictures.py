@@ -228,9 +228,8 @@ def screenshot(name: str, picture: Picture, address: str) -> None:
     browsers = os.environ.get("CHROMIUM"), *map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=next(filter(None, browsers)), args=["--no-sandbox"])
-        size = {"width": picture.width, "height": picture.height or 900}
         page = browser.new_page(
-            viewport=size,
+            viewport={"width": picture.width, "height": picture.height or 900},
             device_scale_factor=1.5 if picture.height else 2,
             color_scheme="dark" if picture.dark else "light",
         )

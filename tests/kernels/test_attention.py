@@ -227,8 +227,7 @@ def local(**options):
         ({"shapes": {"k": (2, 6, 3, 4), "v": (2, 6, 3, 4)}}, "8 heads of q are no multiple of the 3 heads"),
         ({"dtypes": {"k": jnp.bfloat16}}, "must have one dtype"),
         ({"dtypes": dict.fromkeys("qkv", jnp.int32)}, "must have one dtype, float32, bfloat16, float16, float64"),
-        ({"positions": np.zeros(6)}, r"positions must be int32 \[6\], of as many .*got float64\[6\]"),
-        ({"positions": np.zeros(6, np.int32), "order": "zigzag"}, "positions must be .* not in zig-zag order"),
+        ({"order": np.zeros(6)}, r"positions must be int32 \[6\], of as many .*got float64\[6\]"),
         (
             {"causal": True, "strategy": "ring", "balance": True, "shapes": dict.fromkeys("qkv", (2, 5, 8, 4))},
             "an even number",

@@ -83,7 +83,7 @@ class Proof:
           >>> mp.types.Proof.of(lambda x: x.sum(), own, jax.ShapeDtypeStruct((64,), "float32")).status
           'proven'
         """
-        from .walk import prove_program  # which makes proofs
+        from . import prove_program  # the package, whose result this class is
 
         return prove_program(jax.make_jaxpr(fn)(*args), jax.make_jaxpr(program)(*args))
 
