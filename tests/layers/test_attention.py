@@ -109,7 +109,13 @@ def layers(q, k, v, ids, **options):
     ("strategy", "layout", "op"),
     [
         ("ring", CONTEXT, "collective-permute"),
-        ("ring+ulysses", "seq: context+data", "all-to-all"),
+        pytest.param(
+            *("ring+ulysses", "seq: context+data", "all-to-all"),
+            marks=pytest.mark.skipif(
+                jax.__version_info__ >= (0, 12),
+                reason="XLA for CPUs (0.12) gives the operands of an all-to-all of this program two layouts, and refuses it",
+            ),
+        ),
         ("ulysses", CONTEXT, "all-to-all"),
         ("gathered", "seq: data+context", "all-gather"),
     ],
