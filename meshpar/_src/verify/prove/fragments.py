@@ -39,7 +39,7 @@ class Fragments:
         contraction whose sum it is, as bits, :data:`ALL` of a complete one.
       devices: the number of devices.
       fill: the value of elements outside of the array: a number, or ``empty``.
-      origin: of partial sums: (the number of blocks, the contractions).
+      origin: of incomplete sums: (the number of blocks, the contractions).
     """
 
     axes: tuple[str, ...]
@@ -213,7 +213,7 @@ def masked_fragments(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple
     table = table_of(ctx, x, d, every)
     keep = on_all(ctx, keep, axes, every)
     inside = filling(None, d, x)[1] is None and not (keep & (table[..., 0] < 0)).any()
-    require(inside, "a choice of elements outside of the array, or of partial sums")
+    require(inside, "a choice of elements outside of the array, or of incomplete sums")
     return made(ctx, x, d, every, np.where(keep[..., None], table, -1), value)
 
 
@@ -269,7 +269,7 @@ def own_blocks(ctx: Context, x: Rel) -> Rel:
 
 
 def added(ctx: Context, x: Rel, y: Rel) -> Rel | None:
-    """The sum of two partial sums: over the blocks of both, if they are different blocks of one contraction; of two
+    """The sum of two incomplete sums: over the blocks of both, if they are different blocks of one contraction; of two
     contractions, if they are the same blocks. None if none is incomplete."""
     if not any(isinstance(s, Fragments) and s.origin for r in (x, y) for s in r.spec):
         return None
@@ -282,7 +282,7 @@ def added(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     left, right = (table_of(ctx, r, d, axes) for r in (x, y))
     (fill, one), (other, two) = (filling(None, d, r) for r in (x, y))
     alike = one is not None and two is not None and one[0] == two[0] and fill is other is None
-    require(alike, "a sum of complete and partial sums")
+    require(alike, "a sum of complete and incomplete sums")
     assert one is not None
     assert two is not None
     require(bool((left[..., 0] == right[..., 0]).all()), "a sum of fragments at different places")

@@ -64,7 +64,7 @@ def act(
             elif size != 1:
                 require(
                     not isinstance(axes, Fragments) or axes.complete,
-                    f"{name} of values outside of an array, or of partial sums",
+                    f"{name} of values outside of an array, or of incomplete sums",
                 )
                 found = dims.setdefault(n, (size, axes))
                 if found != (size, axes):
