@@ -57,7 +57,7 @@ def test_numbers_of_a_run(plan):
     text = " ".join(str(run).split())
     assert f"{run.step_tokens / plan.seconds / 64:,.0f}" in text
     assert f"{format_count(row.cost.median / 1e3)}" in text  # of 1e12 of 1e15 tokens
-    assert "step 0.876 to 1.124 × the plan" in text
+    assert "step 0.876 to 1.124 × the planned time" in text
     assert row.goodput.median == pytest.approx(job.step * job.steps / np.median(out.seconds))
     assert sum(row.parts) == pytest.approx(np.mean(out.seconds))
     assert row.failures.median == pytest.approx(np.median(out.seconds) / job.mtbf, rel=0.1)

@@ -151,16 +151,14 @@ def model_flops(plan: Plan) -> float:
     return plan.program.traced.cached(_model_flops)
 
 
-def _model_flops(program: Program) -> float:
-    return _frame_flops(program.root)
+def _model_flops(program: Program, frame: Frame | None = None) -> float:
+    """The model FLOPs of one run of a frame, by default of the program.
 
-
-def _frame_flops(frame: Frame) -> float:
-    """The model FLOPs of one run of a frame; the ops inside of a recomputed call do not say that they are recomputed."""
+    A recomputed call is left out with its ops, which do not say that they are recomputed."""
     total = 0.0
-    for op in frame.ops:
+    for op in (frame or program.root).ops:
         if not in_recomputation(op.eqn):
-            inner = (_frame_flops(f) * (1 if f.trip_count is None else f.trip_count) for f in op.frames)
+            inner = (_model_flops(program, f) * (1 if f.trip_count is None else f.trip_count) for f in op.frames)
             total += op.primitive.flops(op.eqn, model=True) + sum(inner)
     return total
 

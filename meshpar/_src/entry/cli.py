@@ -335,11 +335,7 @@ def _run_plan_arguments(add: Add) -> None:
     add("--topologies", required=True, metavar="LIST", help=several)
     add("--mesh", help='axes and sizes, of which -1 fills a topology: "data=-1, model=8" (default: one axis `data`)')
     add("--layout", help=LAYOUT)
-    add(
-        "--search",
-        action="store_true",
-        help="each topology with the mesh and layout that `meshpar search` chooses for it",
-    )
+    add("--search", action="store_true", help="search the best mesh and layout of each topology")
     add_flags(add, RunOptions)
     add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of days by save interval")
     add_flags(add, StepOptions)

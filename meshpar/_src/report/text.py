@@ -115,7 +115,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         bound = [f"bound by {', '.join(shares)}"] if (shares := step_shares(plan)) else []
         if (tokens := facts.step_tokens(plan, ("batch", "seq"))) and chip is not None:
             rate = tokens / time.seconds / math.ceil(plan.mesh.size / chip.devices)
-            bound.append(f"{rate:,.0f} tokens/s a chip")
+            bound.insert(0, f"{rate:,.0f} tokens/s a chip")
         split = joined(
             f"kernels {format_seconds(kernels)}", f"communication not hidden {format_seconds(waits)}", *bound
         )

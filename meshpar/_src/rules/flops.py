@@ -47,8 +47,8 @@ def pallas_flops(eqn: JaxprEqn, model: bool = False) -> float:
     p, share = eqn.params, 1.0
     if model and _BACKWARD.search(f"{p.get('name')} {eqn.source_info.name_stack}"):
         names = [e.primitive.name for e in equations(p["jaxpr"])]
-        dots = names.count("dot_general")
-        share = _NEEDED_MATMULS.get(dots, dots) / dots if {"exp", "exp2"}.intersection(names) and dots else 1.0
+        if {"exp", "exp2"}.intersection(names) and (dots := names.count("dot_general")):
+            share = _NEEDED_MATMULS.get(dots, dots) / dots
     if p.get("cost_estimate") is not None:
         return share * float(p["cost_estimate"].flops)
     return share * jaxpr_flops(p["jaxpr"]) * math.prod(n for n in p["grid_mapping"].grid if isinstance(n, int))

@@ -241,12 +241,8 @@ class RunPlan(Document):
         texts = f"{o.mtbf / 3600:,.0f} h", *values, f"{format_bytes(o.bandwidth)}/s"
         prices = ", ".join(f"{price:g} for an hour of a {chip}" for chip, price in o.price.items())
         out = [(k.replace("_", " "), f"{text}: {sources[k]}") for k, text in zip(SOURCES, texts, strict=True)]
-        ranges = {
-            f"{low:g} to {high:g} × the plan: {source}": "step"
-            for (low, high), source in (r.error for r in self.rows)
-            if source
-        }
-        out += [(name, text) for text, name in ranges.items()]
+        errors = dict.fromkeys(row.error for row in self.rows if row.error[1])
+        out += [("step", f"{low:g} to {high:g} × the planned time: {source}") for (low, high), source in errors]
         return out + [("price", f"{prices}: given; costs are in the same currency")] * bool(prices)
 
     def _tables(self) -> list[Table]:

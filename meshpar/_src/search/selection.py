@@ -119,12 +119,10 @@ def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
 
     def is_dominated(row: Row) -> bool:
         faster = [other for other in ties if other.seconds < (1 - POLICY.min_gain_fraction) * row.seconds]
-        return row.peak > evaluation.usable / 2 and any(
-            other.peak < POLICY.max_peak_fraction * row.peak for other in faster
-        )
+        return any(other.peak < POLICY.max_peak_fraction * row.peak for other in faster)
 
     return min(
-        (row for row in ties if not is_dominated(row)),
+        (row for row in ties if row.peak <= evaluation.usable / 2 or not is_dominated(row)),
         key=lambda row: (row.rules, row.uses, not row.name, row.peak if best.fits else 0.0, row.seconds, row.layout),
     )
 
