@@ -130,10 +130,11 @@ class PlanDiff(Document):
         """What differs besides the layout, which plan fits, the axes that one leaves idle, and which step is shorter, with the
         differences of its parts, which add up to the difference of the step."""
         texts = [*self._targets, *(f"{k} does not fit" for k in "ab" if facts.fits(getattr(self, k)) is False)]
+        idle = {k: ", ".join(f"`{axis}`" for axis in idle_axes(getattr(self, k))) for k in "ab"}
         texts += [
-            f"no value of {k} is split over {', '.join(f'`{axis}`' for axis in idle)}: its devices all do the same work"
-            for k in "ab"
-            if (idle := idle_axes(getattr(self, k)))
+            f"no value of {k} is split over {axes}: its devices all do the same work"
+            for k, axes in idle.items()
+            if axes
         ]
         a, b = time_of(self.a), time_of(self.b)
         if a is None or b is None or not a.seconds:

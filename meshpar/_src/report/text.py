@@ -127,8 +127,8 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
 
     if groups := facts.collective_groups(plan.collectives, lambda c: c.axes):
         parts = [("█", cost(g), colours.styles.get(g.first.axes[0], "")) for g in groups]
-        step = time.seconds if time is not None else 0.0  # the bar is the share of the step
-        bar = _bar([*parts, ("░", max(0.0, step - sum(map(cost, groups))) * timed, "dim")])
+        others = 0.0 if time is None else max(0.0, time.seconds - sum(map(cost, groups)))
+        bar = _bar([*parts, ("░", others, "dim")])
         over = [Text.assemble(colours.axes(g.first.axes).terminal, f" {figures(g)}") for g in groups]
         rows.append(("sends", format_bytes(plan.bytes_sent), bar, joined(*over)))
     effects = [e for e in facts.rule_effects(plan) if e.rule is not None and e.collectives.members]
