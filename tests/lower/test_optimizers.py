@@ -6,7 +6,10 @@ import jax
 import lowered
 import numpy as np
 import optax
+import optimizers
 import pytest
+
+import meshpar as mp
 
 RNG = np.random.default_rng(0)
 
@@ -53,3 +56,35 @@ def test_optimizers(name):
     state = {"params": params, "opt_state": optimizer.init(params)}
     embed = "opt.embed" if name == "lamb" else "embed"
     same(step, state, normal(8, 16, scale=1.0), layout=f"batch: data; mlp: model; {embed}: data", dims=dims)
+
+
+@pytest.mark.parametrize("name", ["schedule-free AdamW", "Sophia", "Dion", "SOAP"])
+def test_states_are_sharded_like_the_parameters_and_two_steps_are_those_of_one_device(name):
+    case, layers, embed = optimizers.CASES[name], 4, 8
+    optimizer = case.optimizer()
+    step, state = optimizers.step_of(optimizer), optimizers.create(optimizer, layers, embed, jax.random.key(0))
+
+    def steps(state, x):
+        return step(step(state, x)[0], -x)
+
+    x = normal(16, embed, scale=1.0)
+    for mesh, layout in (("data=4, idle=2", case.fsdp), ("data=2, model=4", case.tensor)):
+        lowered.same(steps, state, x, layout=layout, meshes=[mesh], lowerings=("shard_map", "jit"), dims=optimizers.DIMS)
+        plan = mp.plan(step, state, x, mesh=mesh, layout=layout, dims=optimizers.DIMS)
+        share = optimizers.share_of_state(plan)
+        assert share < 1.01 if name in ("schedule-free AdamW", "Sophia") or "data=4" in mesh else share < 2
+
+
+def test_dion_is_an_orthonormal_update_of_low_rank_with_error_feedback():
+    """Ahn et al., *Dion: Distributed Orthonormalized Updates*, algorithm 1, in NumPy on one matrix."""
+    rank, g, tx = 3, normal(1, 8, 12), optimizers.dion(0.1, rank=3, momentum=0.9)
+    state = tx.init({"w": g})
+    for _ in range(3):
+        b = np.float64(state.mu["w"][0] + g[0]).T
+        p = np.linalg.qr(b @ np.float64(state.factor["w"][0]))[0]
+        r = b.T @ p
+        q = r / np.linalg.norm(r, axis=0)
+        updates, state = tx.update({"w": g}, state)
+        np.testing.assert_allclose(updates["w"][0].T, -0.1 * (12 / 8) ** 0.5 * p @ q.T, atol=1e-5)
+        np.testing.assert_allclose(state.mu["w"][0].T, b - 0.1 * p @ r.T, atol=1e-5)
+        assert np.linalg.matrix_rank(updates["w"][0], tol=1e-5) == rank
