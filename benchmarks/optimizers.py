@@ -118,7 +118,7 @@ def dion(rate: float, rank: int = RANK, momentum: float = 0.95) -> optax.Gradien
 
 
 class Case(NamedTuple):
-    """An optimizer, its layouts for FSDP and tensor parallelism, and what the hand-written version sends besides the FSDP of the weights.
+    """An optimizer, its layouts for FSDP and tensor parallelism, and what its hand-written version adds to FSDP.
 
     Attributes:
       added: (weight bytes, layers, embed) → bytes that a device sends for the optimizer.
@@ -137,10 +137,13 @@ def _owners(weights: float, layers: int, embed: int) -> float:
 CASES = {
     "AdamW": Case(lambda: optax.adamw(1e-3)),
     "schedule-free AdamW": Case(lambda: optax.contrib.schedule_free_adamw(1e-3)),
-    "Sophia": Case(lambda: optax.contrib.sophia(1e-3), FSDP, TENSOR, lambda weights, *_: 5 * weights * (1 - 1 / DEVICES)),
+    "Sophia": Case(
+        lambda: optax.contrib.sophia(1e-3), FSDP, TENSOR, lambda weights, *_: 5 * weights * (1 - 1 / DEVICES)
+    ),
     "Muon": Case(
         lambda: optax.contrib.muon(
-            1e-3, muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), p)
+            1e-3,
+            muon_weight_dimension_numbers=lambda p: jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), p),
         ),
         BY_MATRIX,
         TENSOR_BY_MATRIX,
@@ -192,7 +195,10 @@ def plan_of(optimizer: Any, layers: int, embed: int, layout: str) -> mp.Plan:
 def share_of_state(plan: mp.Plan) -> float:
     """The share of the optimizer state that a device stores, over the share of the parameters that it stores."""
     local = {kind: plan.argument_bytes(kind) for kind in ("opt", "params")}
-    sizes = {kind: sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in plan.inputs if v.kind == kind) for kind in local}
+    sizes = {
+        kind: sum(math.prod(v.shape) * jnp.dtype(v.dtype).itemsize for v in plan.inputs if v.kind == kind)
+        for kind in local
+    }
     return local["opt"] / sizes["opt"] / (local["params"] / sizes["params"])
 
 

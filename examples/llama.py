@@ -125,7 +125,7 @@ def llama3_8b(batch: int = 256, seq: int = 2048, **changes: Any) -> Target:
 
 
 def llama3_8b_lora(batch: int = 256, seq: int = 2048, rank: int = 16, **changes: Any) -> Target:
-    """Adapters of the query and value projections of Llama 3 8B: 6.8e6 trained weights; the others are bfloat16 and do not change."""
+    """Adapters of the query and value projections of Llama 3 8B: 6.8e6 trained weights, and bfloat16 ones that do not change."""
     return adapters_target(dataclasses.replace(LLAMA3_8B, **changes), batch, seq, rank)
 
 

@@ -1,4 +1,4 @@
-"""Functions of a train step: microbatches, precision, loss scales, low-bit state, adapters, offloading, local SGD, recomputation."""
+"""Functions of a train step: microbatches, precision, loss scales, 8-bit states, adapters, offloading, local SGD, recomputation."""
 
 from ._src.adapters import lora
 from ._src.entry.local_sgd import local_sgd

@@ -60,13 +60,17 @@ class Adapter:
     def update(self) -> jax.Array:
         """``scale * A @ B`` with the dims of the weight, in the dtype of A."""
         letter = {d: chr(ord("a") + d) for d in (*self.batch, *self.contracted, *self.free)}
-        batch, contracted, free = ("".join(letter[d] for d in dims) for dims in (self.batch, self.contracted, self.free))
+        batch, contracted, free = (
+            "".join(letter[d] for d in dims) for dims in (self.batch, self.contracted, self.free)
+        )
         weight = "".join(letter[d] for d in sorted(letter))
         return self.scale * jnp.einsum(f"{batch}{contracted}Z,{batch}Z{free}->{weight}", self.lora_A, self.lora_B)
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value", "adapter"], meta_fields=["path", "dims", "removed", "coded"]
+    jax.tree_util.register_dataclass,
+    data_fields=["value", "adapter"],
+    meta_fields=["path", "dims", "removed", "coded", "origin"],
 )
 @dataclass(frozen=True)
 class _Weight:
@@ -77,6 +81,7 @@ class _Weight:
       dims: for each dim of ``value``, the dim of the weight; a scan's slice still has the sliced dim in front.
       removed: the dims of the weight that loops and indexing have removed, in this order.
       coded: the weight is stored in codes of 8 bits or fewer, and the function multiplies them by scales.
+      origin: the equation that made a view of codes, its operands, and which of them is the view before; None: an argument.
     """
 
     value: Any
@@ -85,6 +90,14 @@ class _Weight:
     dims: tuple[int, ...]
     removed: tuple[int, ...]
     coded: bool
+    origin: tuple[JaxprEqn, list[Any], int] | None = None
+
+    def dequantized(self) -> Any:
+        """The value, computed from the codes once more."""
+        if self.origin is None:
+            return self.value
+        eqn, xs, i = self.origin
+        return bind(eqn, [*xs[:i], xs[i].dequantized(), *xs[i + 1 :]], eqn.params)[0]
 
     def without(self, dim: int, value: Any, adapter: Adapter | None) -> _Weight:
         """The view without its dim number ``dim``."""
@@ -124,6 +137,8 @@ class _Evaluator:
         """The results of an equation."""
         at = [i for i, x in enumerate(xs) if isinstance(x, _Weight)]
         entry, p = primitive(eqn.primitive.name), eqn.params
+        if entry.control_flow or entry.family == "checkpoint":
+            xs = [replace(x, origin=None) if isinstance(x, _Weight) else x for x in xs]
         if at and entry.family == "checkpoint":
             body = jax.checkpoint(
                 lambda *ys: self.run(p["jaxpr"], (), ys), prevent_cse=p["prevent_cse"], policy=p["policy"]
@@ -131,27 +146,34 @@ class _Evaluator:
             return body(*xs)
         if at and entry.has_bodies:
             return run_bodies(eqn, xs, self.run)
-        outs = bind(eqn, [x.value if isinstance(x, _Weight) else x for x in xs], p)
-        if not at:
-            return outs
-        adapt = self.matmul if entry.name == "dot_general" else _viewed
-        if len(at) == len(outs) == 1 and (result := adapt(eqn, xs, at[0], outs[0])) is not None:
-            return [result]
+        if len(at) == len(eqn.outvars) == 1:
+            result = self.matmul(eqn, xs, at[0]) if entry.name == "dot_general" else _viewed(eqn, xs, at[0])
+            if result is not None:
+                return [result]
         for i in at:
             self.others.setdefault(xs[i].path, eqn)
-        return outs
+        return bind(eqn, [x.value if isinstance(x, _Weight) else x for x in xs], p)
 
-    def matmul(self, eqn: JaxprEqn, xs: list[Any], i: int, y: Any) -> Any:
-        """The result ``y`` of a matmul whose operand ``i`` is a weight, plus that of its adapter; None: another use than before."""
+    def matmul(self, eqn: JaxprEqn, xs: list[Any], i: int) -> Any:
+        """The result of a matmul whose operand ``i`` is a weight, plus that of its adapter; None: another use than before."""
         w, x, p = xs[i], xs[1 - i], eqn.params
         contracted, batch = ([list(pair[j]) for j in (i, 1 - i)] for pair in p["dimension_numbers"])
         own, stack = ([w.dims[d] for d in dims[0]] for dims in (contracted, batch))
         free = [d for d in w.dims if d not in (*own, *stack)]
         use = (*w.removed, *stack), tuple(sorted(own)), tuple(sorted(free))
         adapter = w.adapter
-        first = self.uses.setdefault(w.path, use if adapter is None else (adapter.batch, adapter.contracted, adapter.free))
+        first = self.uses.setdefault(
+            w.path, use if adapter is None else (adapter.batch, adapter.contracted, adapter.free)
+        )
         if use[0] != first[0] or set(use[1:]) != set(first[1:]):
             return None
+
+        def product(x: Any) -> Any:
+            value = w.dequantized() if w.coded else w.value
+            return bind(eqn, (x, value) if i else (value, x), p)[0]
+
+        # the backward pass dequantizes once more: saved, and gathered, are the codes
+        y = (jax.checkpoint(product) if w.coded else product)(x)
         if adapter is None:
             return y
         rest = adapter.batch[len(w.removed) :]
@@ -172,12 +194,14 @@ class _Evaluator:
         return y + z.astype(y.dtype)
 
 
-def _viewed(eqn: JaxprEqn, xs: list[Any], i: int, value: Any) -> _Weight | None:
-    """The view ``value`` that an equation makes of a weight; None: it makes another array than a view.
+def _viewed(eqn: JaxprEqn, xs: list[Any], i: int) -> _Weight | None:
+    """The view that an equation makes of a weight; None: it makes another array than a view.
 
     Transposes, casts and names are views, as are one index of a dim, and codes of 8 bits with their scales.
     """
     w, p, name = xs[i], eqn.params, eqn.primitive.name
+    (value,) = bind(eqn, [*xs[:i], w.value, *xs[i + 1 :]], p)
+    w = replace(w, origin=(eqn, xs, i) if w.coded else None)
     scaled = w.coded and name in _DEQUANTIZES and value.shape == w.value.shape
     if scaled or name in _SAME_DIMS or primitive(name).family == "identity":
         return replace(w, value=value)
@@ -315,7 +339,9 @@ class _Traced:
                 f"mp.train.lora: there are adapters of {missing[0]}, and argument {at} has no such weight",
                 fixes=did_you_mean(missing[0], self.known, "weights"),
             )
-        wanted = adapters if adapters is not None else {n for n in names.values() if any(_matches(p, n) for p in patterns)}
+        wanted = (
+            adapters if adapters is not None else {n for n in names.values() if any(_matches(p, n) for p in patterns)}
+        )
         chosen = {i: name for i, name in names.items() if name in wanted}
         self.paths = {name: arrays[i] for i, name in chosen.items()}
 

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...errors import CheckpointError, LayoutSyntaxError, RankError, UnsupportedError
 from ..adapters import Adapter
 from ..dims import did_you_mean, format_dims, path_matches
-from ..global_arrays import of_parts
+from ..global_arrays import fetch, of_parts
 from .checkpoint import facts_of, needed, read_leaves
 from .names import by_name
 
@@ -219,11 +220,13 @@ def to_safetensors(path: str, step: int, target: str | Path, only: str = "*", ru
         for name, (leaf, dims) in rules.items():
             named = leaves[leaf].get("dims", "").split()
             tensors.update(_Reader({}, name, dims, leaf, named, found[leaf].shape).tensors(found[leaf]))
-    with _errors_of(target):
-        needed("safetensors.numpy").save_file(
-            {name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(target)
-        )
+    _save(tensors, target)
     return len(tensors)
+
+
+def _save(tensors: Mapping[str, np.ndarray], file: str | Path) -> None:
+    with _errors_of(file):
+        needed("safetensors.numpy").save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(file))
 
 
 def to_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mapping[str, str]) -> int:
@@ -231,8 +234,7 @@ def to_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mappin
 
     ``adapter_model.safetensors`` has two matrices for each module, ``base_model.model.MODULE.lora_A.weight`` [rank, in] and
     ``….lora_B.weight`` [out, rank], and ``adapter_config.json`` their rank, ``lora_alpha`` and modules. Dims of W that are
-    contracted, and those that are not, are merged in W's order. One process writes: fetch the adapters first
-    (:func:`meshpar.data.fetch`).
+    contracted, and those that are not, are merged in W's order. In several processes all must call it, and process 0 writes.
 
     Args:
       folder: is made if it does not exist.
@@ -256,7 +258,7 @@ def to_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mappin
       True
     """
     readers = _peft_readers({}, adapters, modules)
-    tensors = {k: v for reader, x in readers for k, v in reader.tensors(np.asarray(x)).items()}
+    tensors = {k: v for reader, x in readers for k, v in reader.tensors(fetch(x)).items()}
     sizes = {(a.lora_A.shape[-1], a.scale) for a in adapters.values()}
     if len(sizes) > 1:
         text = f"to_peft: the adapters have several ranks and scales: {sorted(sizes)}"
@@ -269,12 +271,11 @@ def to_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mappin
         "target_modules": sorted({modules[path].rpartition(".")[2] for path in adapters}),
         "base_model_name_or_path": None,
     }
-    with _errors_of(folder):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "adapter_config.json").write_text(json.dumps(config, indent=2))
-        needed("safetensors.numpy").save_file(
-            {name: np.ascontiguousarray(x) for name, x in tensors.items()}, f"{folder}/adapter_model.safetensors"
-        )
+    if jax.process_index() == 0:
+        with _errors_of(folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        _save(tensors, Path(folder) / "adapter_model.safetensors")
     return len(tensors)
 
 
@@ -319,7 +320,10 @@ def _peft_readers(
                 fixes=['one index for each: "model.layers.{layers}.self_attn.q_proj"'],
             )
         rows, columns = (" ".join(f"w{d}" for d in dims) for dims in (adapter.contracted, adapter.free))
-        for part, dims, named in (("lora_A", f"rank ({rows})", f"{rows} rank"), ("lora_B", f"({columns}) rank", f"rank {columns}")):
+        for part, dims, named in (
+            ("lora_A", f"rank ({rows})", f"{rows} rank"),
+            ("lora_B", f"({columns}) rank", f"rank {columns}"),
+        ):
             name, x = f"base_model.model.{modules[path]}.{part}.weight", getattr(adapter, part)
             out.append((_Reader(files, name, dims, f"{path}/{part}", [*stacked, *named.split()], x.shape), x))
     return out
