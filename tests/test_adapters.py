@@ -288,7 +288,11 @@ def test_codes_of_4_bits_that_the_function_dequantizes():
     adapters = drawn(adapted.init(jax.random.key(0), params, x))
     wide = params["w"].astype(jnp.float32) * scales
     want = jax.grad(lambda a: jnp.mean((x @ (wide + a["w"].lora_A @ a["w"].lora_B)) ** 2))(adapters)
-    dims, step = {"*w": "embed mlp", "*scales": "_ mlp", "x": "batch embed"}, jax.grad(adapted)
+    dims = {"*w": "embed mlp", "*scales": "_ mlp", "x": "batch embed"}
+
+    def step(adapters, params, x):
+        return jax.grad(adapted)(adapters, params, x)
+
     assert_same_under(
         [("data=8", "batch: data; embed: data")], step, adapters, params, x, expected=want, tolerance=1e-6, dims=dims
     )
@@ -383,7 +387,11 @@ def test_errors_name_the_use_and_the_line():
         mp.train.lora(embedded, "norm", rank=0)
     adapted = mp.train.lora(lambda p, x: x @ p["w"], "w", rank=R)
     adapters = adapted.init(jax.random.key(0), {"w": jnp.ones((E, M))}, jnp.ones((B, E)))
-    with pytest.raises(PatternError, match="adapters of w, and argument 0 has no such weight"):
+    with pytest.raises(PatternError, match="an adapter of w, and the weights have no such path"):
         adapted(adapters, {"v": jnp.ones((E, M))}, jnp.ones((B, E)))
+    with pytest.raises(PatternError, match="an adapter of w, and the weights have no such path"):
+        adapted.merge(adapters, {"v": jnp.ones((E, M))})
+    with pytest.raises(UnsupportedError, match="w has codes"):
+        adapted.merge(adapters, {"w": jnp.ones((E, M), jnp.int8)})
     with pytest.raises(UnsupportedError, match="this call has no argument 0"):
         adapted(adapters)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,14 +28,11 @@ Use = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 _SAME_DIMS = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
 _DEQUANTIZES = frozenset({"mul", "div", "add", "sub"})
+_STATIC = {"static": True}
 RANK = "rank"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["lora_A", "lora_B"],
-    meta_fields=["batch", "contracted", "free", "scale"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adapter:
     """The low-rank update ``scale * A @ B`` of one weight; a tree of two arrays.
@@ -52,10 +48,10 @@ class Adapter:
 
     lora_A: Any
     lora_B: Any
-    batch: tuple[int, ...]
-    contracted: tuple[int, ...]
-    free: tuple[int, ...]
-    scale: float
+    batch: tuple[int, ...] = field(metadata=_STATIC)
+    contracted: tuple[int, ...] = field(metadata=_STATIC)
+    free: tuple[int, ...] = field(metadata=_STATIC)
+    scale: float = field(metadata=_STATIC)
 
     def update(self) -> jax.Array:
         """``scale * A @ B`` with the dims of the weight, in the dtype of A."""
@@ -67,11 +63,7 @@ class Adapter:
         return self.scale * jnp.einsum(f"{batch}{contracted}Z,{batch}Z{free}->{weight}", self.lora_A, self.lora_B)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value", "adapter"],
-    meta_fields=["path", "dims", "removed", "coded", "origin"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Weight:
     """A view of a weight inside a function; a tree, so that loops slice the adapter with the weight.
@@ -86,11 +78,11 @@ class _Weight:
 
     value: Any
     adapter: Adapter | None
-    path: str
-    dims: tuple[int, ...]
-    removed: tuple[int, ...]
-    coded: bool
-    origin: tuple[JaxprEqn, list[Any], int] | None = None
+    path: str = field(metadata=_STATIC)
+    dims: tuple[int, ...] = field(metadata=_STATIC)
+    removed: tuple[int, ...] = field(metadata=_STATIC)
+    coded: bool = field(metadata=_STATIC)
+    origin: tuple[JaxprEqn, list[Any], int] | None = field(default=None, metadata=_STATIC)
 
     def dequantized(self) -> Any:
         """The value, computed from the codes once more."""
@@ -140,10 +132,8 @@ class _Evaluator:
         if entry.control_flow or entry.family == "checkpoint":
             xs = [replace(x, origin=None) if isinstance(x, _Weight) else x for x in xs]
         if at and entry.family == "checkpoint":
-            body = jax.checkpoint(
-                lambda *ys: self.run(p["jaxpr"], (), ys), prevent_cse=p["prevent_cse"], policy=p["policy"]
-            )
-            return body(*xs)
+            options = {k: p[k] for k in ("prevent_cse", "policy")}
+            return jax.checkpoint(lambda xs: self.run(p["jaxpr"], (), xs), **options)(xs)
         if at and entry.has_bodies:
             return run_bodies(eqn, xs, self.run)
         if len(at) == len(eqn.outvars) == 1:
@@ -177,11 +167,9 @@ class _Evaluator:
         if adapter is None:
             return y
         rest = adapter.batch[len(w.removed) :]
-        factors = [
-            (adapter.lora_A, [*rest, *adapter.contracted, RANK]),
-            (adapter.lora_B, [*rest, RANK, *adapter.free]),
-        ]
-        (a, a_dims), (b, b_dims) = factors if use[1] == adapter.contracted else factors[::-1]
+        a_dims, b_dims = [*rest, *adapter.contracted, RANK], [*rest, RANK, *adapter.free]
+        pair = (adapter.lora_A, a_dims), (adapter.lora_B, b_dims)
+        (a, a_dims), (b, b_dims) = pair if use[1] == adapter.contracted else pair[::-1]
         a = lax.transpose(a, [a_dims.index(d) for d in (*stack, *own, RANK)]).astype(w.value.dtype)
         b = lax.transpose(b, [b_dims.index(d) for d in (*stack, RANK, *free)]).astype(w.value.dtype)
         n, options = len(stack), {k: p[k] for k in ("precision", "preferred_element_type")}
@@ -215,9 +203,8 @@ def _viewed(eqn: JaxprEqn, xs: list[Any], i: int) -> _Weight | None:
         cut = [d for d, (old, new) in enumerate(zip(w.value.shape, value.shape, strict=True)) if old != new]
         if len(cut) == 1 and value.shape[cut[0]] == 1:
             start = p["start_indices"][cut[0]] if name == "slice" else xs[1 + cut[0]]
-            return replace(
-                w, value=value, adapter=jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, 1), w.adapter)
-            )
+            sliced = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, 1), w.adapter)
+            return replace(w, value=value, adapter=sliced)
     return None
 
 
@@ -262,14 +249,10 @@ class Adapted:
         """
         evaluator, traced = _Evaluator(), _Traced(self, args, kwargs, None)
         jax.eval_shape(lambda: traced.evaluate(evaluator, {})[0])
-        found = {path: evaluator.uses[path] for path in traced.paths if path in evaluator.uses}
+        found = dict(sorted(evaluator.uses.items()))
         for pattern in self.patterns:
             if not any(_matches(pattern, path) for path in found):
-                raise PatternError(
-                    f"mp.train.lora: {pattern!r} matches no weight of argument {self.argnum} that a matmul reads",
-                    pattern=pattern,
-                    fixes=did_you_mean(pattern, traced.known, "weights"),
-                )
+                raise _no_weight(f"{pattern!r} matches no weight that a matmul reads", pattern, traced.known)
         out = {}
         for k, (path, (batch, contracted, free)) in zip(jax.random.split(key, len(found)), found.items(), strict=True):
             shape, dtype = jnp.shape(traced.paths[path].value), jnp.result_type(traced.paths[path].value)
@@ -294,21 +277,38 @@ class Adapted:
 
         Returns:
           A tree of the same structure; a new module.
+
+        Raises:
+          PatternError: the weights do not have the path of an adapter.
+          UnsupportedError: a weight is in codes whose scales are not known.
         """
         if nnx.is_graph_node(params):
             graph, state = nnx.split(params)
             return nnx.merge(graph, Adapted.merge(adapters, state))
         params = dequantize(params)
-        leaves = [
-            (x.value + adapters[x.path].update()).astype(x.value.dtype) if x.path in adapters else x.value
-            for x in flatten_named(params)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(params), leaves)
+        leaves = {leaf.path: leaf.value for leaf in flatten_named(params)}
+        _check_paths(adapters, leaves)
+        for path, adapter in adapters.items():
+            if leaves[path].dtype.itemsize < 2:
+                raise UnsupportedError(f"mp.train.lora: {path} has codes", fixes=["merge dequantized weights"])
+            leaves[path] = (leaves[path] + adapter.update()).astype(leaves[path].dtype)
+        return jax.tree.unflatten(jax.tree.structure(params), leaves.values())
 
 
 def _matches(pattern: str, path: str) -> bool:
     """Whether a pattern matches a weight, or the module that has it."""
     return path_matches(pattern, path) or path_matches(pattern, path.rpartition("/")[0])
+
+
+def _no_weight(text: str, name: str, known: Iterable[str]) -> PatternError:
+    return PatternError(f"mp.train.lora: {text}", pattern=name, fixes=did_you_mean(name, known, "weights"))
+
+
+def _check_paths(adapters: Iterable[str], known: Collection[str]) -> None:
+    """Raise PatternError if an adapter belongs to no weight."""
+    for path in adapters:
+        if path not in known:
+            raise _no_weight(f"there is an adapter of {path}, and the weights have no such path", path, known)
 
 
 class _Traced:
@@ -317,32 +317,25 @@ class _Traced:
     Attributes:
       paths: path of each of these weights → its leaf.
       known: the paths of all arrays.
-      exact: the paths that a pattern matches, and not only their modules.
+      exact: the paths with adapters, or those that a pattern matches, and not only their modules.
     """
 
     def __init__(self, adapted: Adapted, args: Sequence[Any], kwargs: Any, adapters: Mapping[str, Adapter] | None):
         """Trace ``adapted.fn`` as a function of the weights with ``adapters``; None: of those that the patterns match."""
         at, patterns = adapted.argnum, adapted.patterns
         if not 0 <= at < len(args):
-            raise UnsupportedError(
-                f"mp.train.lora: this call has no argument {at} after the adapters, whose weights are adapted",
-                fixes=["argnum= has the position of the weights in the function without adapters, counted from 0"],
-            )
+            text = f"mp.train.lora: this call has no argument {at} after the adapters, whose weights are adapted"
+            raise UnsupportedError(text, fixes=["argnum= has the position of the weights in the function, from 0"])
         graph, params = nnx.split(args[at]) if nnx.is_graph_node(args[at]) else (None, args[at])
         leaves, structure = flatten_named(params), jax.tree.structure(params)
         arrays: dict[int, Leaf] = {i: x for i, x in enumerate(leaves) if hasattr(x.value, "dtype")}
         self.known = [x.path for x in arrays.values()]
         names = {i: x.path.removesuffix(".codes") for i, x in arrays.items() if not x.path.endswith(".scales")}
         self.exact = {name for name in names.values() if any(path_matches(p, name) for p in patterns)}
-        if missing := [path for path in adapters or () if path not in names.values()]:
-            raise PatternError(
-                f"mp.train.lora: there are adapters of {missing[0]}, and argument {at} has no such weight",
-                fixes=did_you_mean(missing[0], self.known, "weights"),
-            )
-        wanted = (
-            adapters if adapters is not None else {n for n in names.values() if any(_matches(p, n) for p in patterns)}
-        )
-        chosen = {i: name for i, name in names.items() if name in wanted}
+        chosen = {i: n for i, n in names.items() if any(_matches(p, n) for p in patterns)}
+        if adapters is not None:
+            _check_paths(adapters, names.values())
+            self.exact, chosen = set(adapters), {i: n for i, n in names.items() if n in adapters}
         self.paths = {name: arrays[i] for i, name in chosen.items()}
 
         def of_weights(*values: Any) -> tuple[Any, Any]:
@@ -352,8 +345,7 @@ class _Traced:
             out = adapted.fn(*args[:at], model, *args[at + 1 :], **kwargs)
             return out, None if graph is None else nnx.state(model, nnx.Not(nnx.Param))
 
-        values = [x.value for x in self.paths.values()]
-        self.closed, self.shapes = make_jaxpr(of_weights, *values, return_shape=True)
+        self.closed, self.shapes = make_jaxpr(of_weights, *(x.value for x in self.paths.values()), return_shape=True)
 
     def evaluate(self, evaluator: _Evaluator, adapters: Mapping[str, Adapter]) -> Any:
         """The results with adapters; without an adapter, a weight is as it is, and ``evaluator`` gets its uses.
@@ -375,7 +367,6 @@ class _Traced:
                     f"mp.train.lora: {path} is {use}, and only a weight that is an operand of {matmuls} can be adapted",
                     path=path,
                     shape=self.paths[path].value.shape,
-                    dtype=self.paths[path].value.dtype,
                     source=eqn and source_line(eqn),
                     fixes=["a pattern that does not match it"],
                 )

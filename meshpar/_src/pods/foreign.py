@@ -264,13 +264,8 @@ def to_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mappin
         text = f"to_peft: the adapters have several ranks and scales: {sorted(sizes)}"
         raise UnsupportedError(text, fixes=["a folder for each mp.train.lora"])
     ((rank, scale),) = sizes
-    config = {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": rank * scale,
-        "target_modules": sorted({modules[path].rpartition(".")[2] for path in adapters}),
-        "base_model_name_or_path": None,
-    }
+    targets = sorted({modules[path].rpartition(".")[2] for path in adapters})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank * scale, "target_modules": targets}
     if jax.process_index() == 0:
         with _errors_of(folder):
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -314,11 +309,8 @@ def _peft_readers(
             raise CheckpointError(f"modules= has no name for {path}", fixes=did_you_mean(path, modules, "names"))
         stacked = _STACKED.findall(modules[path])
         if len(stacked) != len(adapter.batch):
-            raise RankError(
-                f"{path} has {len(adapter.batch)} stacked dims, but the name {modules[path]!r} has the indices {stacked}",
-                path=path,
-                fixes=['one index for each: "model.layers.{layers}.self_attn.q_proj"'],
-            )
+            text = f"{path} has {len(adapter.batch)} stacked dims, but the name {modules[path]!r} has the indices {stacked}"
+            raise RankError(text, path=path, fixes=['one index for each: "model.layers.{layers}.self_attn.q_proj"'])
         rows, columns = (" ".join(f"w{d}" for d in dims) for dims in (adapter.contracted, adapter.free))
         for part, dims, named in (
             ("lora_A", f"rank ({rows})", f"{rows} rank"),
