@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,13 +24,9 @@ from .quantization import dequantize
 from .rules import primitive
 from .rules.control_flow import run_bodies
 
-Use = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""The dims of a weight that a matmul takes one index of, contracts, and returns."""
-
 _SAME_DIMS = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
 _DEQUANTIZES = frozenset({"mul", "div", "add", "sub"})
 _STATIC = {"static": True}
-RANK = "rank"
 
 
 @jax.tree_util.register_dataclass
@@ -59,8 +56,8 @@ class Adapter:
         batch, contracted, free = (
             "".join(letter[d] for d in dims) for dims in (self.batch, self.contracted, self.free)
         )
-        weight = "".join(letter[d] for d in sorted(letter))
-        return self.scale * jnp.einsum(f"{batch}{contracted}Z,{batch}Z{free}->{weight}", self.lora_A, self.lora_B)
+        spec = f"{batch}{contracted}Z,{batch}Z{free}->{''.join(sorted(letter.values()))}"
+        return self.scale * jnp.einsum(spec, self.lora_A, self.lora_B)
 
 
 @jax.tree_util.register_dataclass
@@ -108,11 +105,11 @@ class _Evaluator:
     """An interpreter of jaxprs that adds ``(x @ A) @ B`` to each matmul of x and a :class:`_Weight`.
 
     Attributes:
-      uses: path of a weight → its use by the first matmul.
+      uses: path of a weight → its dims of which the first matmul takes one index, contracts, and returns.
       others: path of a weight → the first equation that cannot be adapted; None: a result of the function.
     """
 
-    uses: dict[str, Use] = field(default_factory=dict)
+    uses: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     others: dict[str, JaxprEqn | None] = field(default_factory=dict)
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
@@ -159,23 +156,22 @@ class _Evaluator:
             return None
 
         def product(x: Any) -> Any:
-            value = w.dequantized() if w.coded else w.value
-            return bind(eqn, (x, value) if i else (value, x), p)[0]
+            return bind(eqn, (x, w.dequantized()) if i else (w.dequantized(), x), p)[0]
 
         # the backward pass dequantizes once more: saved, and gathered, are the codes
         y = (jax.checkpoint(product) if w.coded else product)(x)
         if adapter is None:
             return y
         rest = adapter.batch[len(w.removed) :]
-        a_dims, b_dims = [*rest, *adapter.contracted, RANK], [*rest, RANK, *adapter.free]
+        a_dims, b_dims = [*rest, *adapter.contracted, "rank"], [*rest, "rank", *adapter.free]
         pair = (adapter.lora_A, a_dims), (adapter.lora_B, b_dims)
         (a, a_dims), (b, b_dims) = pair if use[1] == adapter.contracted else pair[::-1]
-        a = lax.transpose(a, [a_dims.index(d) for d in (*stack, *own, RANK)]).astype(w.value.dtype)
-        b = lax.transpose(b, [b_dims.index(d) for d in (*stack, RANK, *free)]).astype(w.value.dtype)
+        a = lax.transpose(a, [a_dims.index(d) for d in (*stack, *own, "rank")]).astype(w.value.dtype)
+        b = lax.transpose(b, [b_dims.index(d) for d in (*stack, "rank", *free)]).astype(w.value.dtype)
         n, options = len(stack), {k: p[k] for k in ("precision", "preferred_element_type")}
         numbers = ((contracted[1], range(n, n + len(own))), (batch[1], range(n)))
         low = lax.dot_general(x, a, numbers, **options)
-        low = name_dims_p.bind(low, names=(*(None,) * (low.ndim - 1), RANK))
+        low = name_dims_p.bind(low, names=(*(None,) * (low.ndim - 1), "rank"))
         pair = ((low * adapter.scale).astype(b.dtype), low.ndim - 1), (b, n)
         (left, c_left), (right, c_right) = pair if i else pair[::-1]
         z = lax.dot_general(left, right, (([c_left], [c_right]), (range(n), range(n))), **options)
@@ -218,6 +214,12 @@ class Adapted:
     scale: float
     argnum: int
     dtype: Any
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the function, after ``adapters``: paths of arguments begin with their names."""
+        own, first = inspect.signature(self.fn), inspect.Parameter("adapters", inspect.Parameter.POSITIONAL_ONLY)
+        return own.replace(parameters=[first, *own.parameters.values()])
 
     def __call__(self, adapters: Mapping[str, Adapter], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)`` with ``W + scale * A @ B`` in place of each adapted weight W.
@@ -362,9 +364,8 @@ class _Traced:
         for path, eqn in evaluator.others.items():
             if path in self.exact or path in evaluator.uses:
                 use = "a result of the function" if eqn is None else f"an operand of {eqn.primitive.name}"
-                matmuls = "a matmul that contracts the same dims at each use" if path in evaluator.uses else "a matmul"
                 raise UnsupportedError(
-                    f"mp.train.lora: {path} is {use}, and only a weight that is an operand of {matmuls} can be adapted",
+                    f"mp.train.lora: {path} is {use}, and only operands of matmuls, which contract the same dims, are adapted",
                     path=path,
                     shape=self.paths[path].value.shape,
                     source=eqn and source_line(eqn),

@@ -290,11 +290,12 @@ def from_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mapp
     with _errors_of(folder):
         config = json.loads((Path(folder) / "adapter_config.json").read_text())
     readers = _peft_readers(_opened(f"{folder}/adapter_model.safetensors"), adapters, modules)
-    arrays = [
-        of_parts(x.shape, x.sharding, lambda index, r=reader, t=x.dtype: r.read(index).astype(t))
-        for reader, x in readers
-    ]
+
+    def read(reader: _Reader, x: Any) -> Any:
+        return of_parts(x.shape, x.sharding, lambda index: reader.read(index).astype(x.dtype))
+
     scale = config["lora_alpha"] / config["r"]
+    arrays = [read(*each) for each in readers]
     pairs = zip(adapters.items(), arrays[::2], arrays[1::2], strict=True)
     return {path: replace(adapter, lora_A=a, lora_B=b, scale=scale) for (path, adapter), a, b in pairs}
 
