@@ -24,8 +24,6 @@ from .quantization import dequantize
 from .rules import primitive
 from .rules.control_flow import run_bodies
 
-_SAME_DIMS = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
-_DEQUANTIZES = frozenset({"mul", "div", "add", "sub"})
 _STATIC = {"static": True}
 
 
@@ -181,13 +179,15 @@ class _Evaluator:
 def _viewed(eqn: JaxprEqn, xs: list[Any], i: int) -> _Weight | None:
     """The view that an equation makes of a weight; None: it makes another array than a view.
 
-    Transposes, casts and names are views, as are one index of a dim, and codes of 8 bits with their scales.
+    Transposes, casts and names are views, as are one index of a dim, and codes of 8 bits or fewer after element-wise ops.
     """
     w, p, name = xs[i], eqn.params, eqn.primitive.name
+    entry = primitive(name)
     (value,) = bind(eqn, [*xs[:i], w.value, *xs[i + 1 :]], p)
     w = replace(w, origin=(eqn, xs, i) if w.coded else None)
-    scaled = w.coded and name in _DEQUANTIZES and value.shape == w.value.shape
-    if scaled or name in _SAME_DIMS or primitive(name).family == "identity":
+    dequantizes = w.coded and entry.elementwise and value.shape == w.value.shape
+    copies = entry.view and entry.elementwise or entry.family in ("identity", "cast", "rounding")
+    if dequantizes or copies:
         return replace(w, value=value)
     if name == "transpose":
         return replace(w, value=value, dims=tuple(w.dims[d] for d in p["permutation"]))
@@ -195,7 +195,7 @@ def _viewed(eqn: JaxprEqn, xs: list[Any], i: int) -> _Weight | None:
         for dim in sorted(p["dimensions"], reverse=True):
             w = w.without(dim, value, jax.tree.map(lambda x: x[0], w.adapter))
         return w
-    if name in ("slice", "dynamic_slice") and i == 0:
+    if entry.contiguous_slice and i == 0:
         cut = [d for d, (old, new) in enumerate(zip(w.value.shape, value.shape, strict=True)) if old != new]
         if len(cut) == 1 and value.shape[cut[0]] == 1:
             start = p["start_indices"][cut[0]] if name == "slice" else xs[1 + cut[0]]
