@@ -186,7 +186,7 @@ def _viewed(eqn: JaxprEqn, xs: list[Any], i: int) -> _Weight | None:
     (value,) = bind(eqn, [*xs[:i], w.value, *xs[i + 1 :]], p)
     w = replace(w, origin=(eqn, xs, i) if w.coded else None)
     dequantizes = w.coded and entry.elementwise and value.shape == w.value.shape
-    copies = entry.view and entry.elementwise or entry.family in ("identity", "cast", "rounding")
+    copies = (entry.view and entry.elementwise) or entry.family in ("identity", "cast", "rounding")
     if dequantizes or copies:
         return replace(w, value=value)
     if name == "transpose":
