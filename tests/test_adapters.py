@@ -244,7 +244,7 @@ def test_rows_of_a_batch_have_adapters_of_their_own(x64):
     want = jnp.stack([by_hand(many[i], params, x[k : k + 1]) for k, i in enumerate(ids)])
     stacked = jax.tree.map(lambda *a: jnp.stack(a), *many)
     dims = {**DIMS, "ids": "batch"}
-    assert_same_under(LAYOUTS, losses, stacked, ids, params, x, expected=want, tolerance=1e-13, dims=dims)
+    assert_same_under(LAYOUTS[2:], losses, stacked, ids, params, x, expected=want, tolerance=1e-13, dims=dims)
 
 
 # -- a base in 8 bits
