@@ -177,7 +177,7 @@ def adapters_target(config: Config, batch: int, seq: int, rank: int) -> Target:
     def create(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
         params = state_of(Llama, config, key)["params"]
         params = jax.tree.map(lambda x: x.astype(config.dtype), params)
-        adapters = adapted.init(key, params, batch)
+        adapters: Any = adapted.init(key, params, batch)
         return {"params": adapters, "opt": optimizer().init(adapters)}, params
 
     def step(state: dict[str, Any], weights: Any, batch: dict[str, jax.Array]) -> tuple[dict[str, Any], jax.Array]:
