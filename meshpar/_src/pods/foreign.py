@@ -253,9 +253,6 @@ def to_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mappin
       >>> modules = {"up": "model.mlp.up_proj", "down": "model.mlp.down_proj"}
       >>> mp.data.to_peft("adapters", adapters, modules)
       4
-      >>> loaded = mp.data.from_peft("adapters", adapters, modules)
-      >>> bool((loaded["up"].lora_A == adapters["up"].lora_A).all())
-      True
     """
     readers = _peft_readers({}, adapters, modules)
     tensors = {k: v for reader, x in readers for k, v in reader.tensors(fetch(x)).items()}
@@ -286,6 +283,14 @@ def from_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mapp
     Raises:
       CheckpointError: a missing file, tensor or module, or a shape that does not fit.
       RankError: the module's name does not have one ``{…}`` for each stacked dim.
+
+    Example:
+      >>> adapters = mp.train.lora(loss_of, "up", rank=4).init(jax.random.key(0), params, x)
+      >>> mp.data.to_peft("adapters", adapters, {"up": "model.mlp.up_proj"})
+      2
+      >>> loaded = mp.data.from_peft("adapters", adapters, {"up": "model.mlp.up_proj"})
+      >>> bool((loaded["up"].lora_A == adapters["up"].lora_A).all())
+      True
     """
     with _errors_of(folder):
         config = json.loads((Path(folder) / "adapter_config.json").read_text())
