@@ -177,11 +177,7 @@ BENCHMARKS = (
         "schedule, bytes and memory.",
         needs=("libtpu",),
     ),
-    Benchmark(
-        "optimizers", "step", "python benchmarks/optimizers.py", 5, "", "Optimizers",
-        "Optimizer state of a device over its share of the parameters, and bytes that it sends in a step over those of the "
-        "hand-written distributed version (FSDP), or of SGD (tensor parallelism); planned for 8 devices.",
-    ),
+    Benchmark("optimizers", "step", "python benchmarks/optimizers.py", 5),
     Benchmark(
         "batch_sizes", "step", "python benchmarks/batch_sizes.py --logs LOGS --plot docs/static/batch-sizes.png", 60,
         "python benchmarks/batch_sizes.py --quick --logs LOGS", "Steps to a target loss",
