@@ -71,6 +71,11 @@ class Quantized:
         scales = per_element(self.scales, self.shape)
         return (self.codes.astype(jnp.float32) * scales).astype(dtype or self.dtype)
 
+    @property
+    def T(self) -> jax.Array:
+        """The transposed dequantized array."""
+        return self.dequantize().T
+
     __jax_array__ = dequantize
     astype = dequantize
 
