@@ -38,6 +38,43 @@ ad.deflinear2(reduce_in_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct,
 batching.defvectorized(reduce_in_p)
 
 
+def _times_power(x: Any, scale: Any) -> Any:
+    return x * lax.convert_element_type(scale, x.dtype)
+
+
+times_power_p = Primitive("times_power_of_two")
+"""``x, scalar → x * scalar``, where the scalar is a finite power of two, so that the product is exact: it may be taken before a
+sum over devices."""
+times_power_p.def_impl(_times_power)
+times_power_p.def_abstract_eval(lambda x, scale: x)
+mlir.register_lowering(times_power_p, mlir.lower_fun(_times_power, multiple_results=False))
+
+in_blocks_p = Primitive("in_blocks")
+"""An identity: along each dim the elements have a common scale in blocks of so many (``blocks``), which no sharding may cut.
+
+``array`` is its name in errors."""
+in_blocks_p.def_impl(_identity)
+in_blocks_p.def_abstract_eval(_identity)
+mlir.register_lowering(in_blocks_p, lambda ctx, x, **_: [x])
+
+
+def _batch_times_power(args, axes):
+    x, scale = (v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(args, axes, strict=True))
+    size = next(v.shape[0] for v, d in zip((x, scale), axes, strict=True) if d is not None)
+    x = x if axes[0] is not None else jnp.broadcast_to(x, (size, *x.shape))
+    scale = scale if axes[1] is not None else jnp.broadcast_to(scale, (size,))
+    return x * lax.broadcast_in_dim(scale, x.shape, (0,)).astype(x.dtype), 0
+
+
+def _batch_in_blocks(args, axes, *, blocks, array):
+    (x,), (d,) = args, axes
+    return in_blocks_p.bind(x, blocks=(*blocks[:d], 1, *blocks[d:]), array=array), d
+
+
+batching.primitive_batchers[times_power_p] = _batch_times_power
+batching.primitive_batchers[in_blocks_p] = _batch_in_blocks
+
+
 def reduce_in(x: Any, dtype: Any) -> Any:
     """Convert to a floating-point dtype in which partial sums are reduced.
 

@@ -1,0 +1,286 @@
+"""Matmuls of operands in 8 and 4 bits with scales, forward and backward.
+
+Every scale is a power of two, which rounds nothing, times the float8_e4m3fn scale of an NVFP4 block. A scale is the
+smallest with which no code overflows.
+
+Formats:
+  ``float8``: a scale for each array, of its present largest magnitude; float8_e4m3fn, and float8_e5m2 for gradients
+    (Micikevicius et al., *FP8 Formats for Deep Learning*, 2022).
+  ``mxfp8``: a scale for each 32 contracted elements; float8_e4m3fn for all operands (Rouhani et al., *Microscaling Data Formats for
+    Deep Learning*, 2023; Mishra et al., *Recipes for Pre-training LLMs with MXFP8*, 2025).
+  ``nvfp4``: a float8_e4m3fn scale for each 16 contracted elements, and one for the array; float4_e2m1fn. Gradients are rounded
+    stochastically, and both operands of a weight's gradient are rotated by a random Hadamard matrix of 16 contracted
+    elements (NVIDIA, *Pretraining Large Language Models with NVFP4*, 2025).
+
+In the block formats the tile of a weight with a common scale is as wide as it is long (32 × 32, 16 × 16), so that one copy of the
+weight serves the forward and the backward pass, as in the NVFP4 recipe.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ..program.primitives import in_blocks_p, times_power_p
+
+NOT_FINITE = 255
+"""Biased exponent of float32's infinities and NaN."""
+MIN_EXPONENT = 27
+"""Biased exponent of the smallest scale, 2**-100: its inverse is a finite float32."""
+LARGEST_E2M1 = 6.0
+
+
+class Scaled(NamedTuple):
+    """An operand of a scaled matmul: ``codes * scales * 2**(exponent - 127)``.
+
+    Attributes:
+      codes: float8; a dim with blocks is two: the blocks, and the elements of each.
+      scales: of each block, with dims of size 1 for its elements: uint8 biased exponents, or float8_e4m3fn; None: no blocks.
+      exponent: uint8 scalar, the biased exponent of the scale of the array; None: it has none.
+    """
+
+    codes: jax.Array
+    scales: jax.Array | None
+    exponent: jax.Array | None
+
+    def values(self, shape: Sequence[int]) -> jax.Array:
+        """The array without its common scale: the codes, or their products with block scales in bfloat16, which are exact."""
+        if self.scales is None:
+            return self.codes
+        scales = power(self.scales) if self.scales.dtype == jnp.uint8 else self.scales
+        return (self.codes.astype(jnp.bfloat16) * scales.astype(jnp.bfloat16)).reshape(shape)
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """A format of the operands of matmuls.
+
+    Attributes:
+      dtype, gradient: of the codes of weights and activations, and of gradients.
+      block: contracted elements with a common scale; None: one scale for the array.
+    """
+
+    name: str
+    dtype: str
+    gradient: str
+    block: int | None = None
+
+    @property
+    def four_bits(self) -> bool:
+        return "float4" in self.dtype
+
+    def encode(self, x: jax.Array, blocks: Mapping[int, int], array: str, gradient: bool = False) -> Scaled:
+        """An array as an operand.
+
+        Args:
+          blocks: dim → elements with a common scale, which divide its size; not used if the array has one scale.
+          array: its name in errors.
+        """
+        if self.block is None:
+            dtype = jnp.dtype(self.gradient if gradient else self.dtype)
+            wide = x.astype(jnp.float32)
+            exponent = exponent_of(jnp.abs(wide).max(), float(jnp.finfo(dtype).max))
+            return Scaled((wide / power(exponent)).astype(dtype), None, exponent)
+        sizes = [blocks.get(d, 1) for d in range(x.ndim)]
+        x = in_blocks_p.bind(x, blocks=tuple(sizes), array=array)
+        parts = [[n] if block == 1 else [n // block, block] for n, block in zip(x.shape, sizes, strict=True)]
+        inner = [sum(map(len, parts[: d + 1])) - 1 for d, part in enumerate(parts) if len(part) > 1]
+        wide = x.astype(jnp.float32).reshape([n for part in parts for n in part])
+        largest = jnp.abs(wide).max(inner, keepdims=True)
+        if self.four_bits:
+            return _four_bits(wide, largest, gradient)
+        exponents = exponent_of(largest, float(jnp.finfo(self.dtype).max))
+        return Scaled((wide / power(exponents)).astype(self.dtype), exponents, None)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        ScaledFormat("float8", "float8_e4m3fn", "float8_e5m2"),
+        ScaledFormat("mxfp8", "float8_e4m3fn", "float8_e4m3fn", 32),
+        ScaledFormat("nvfp4", "float4_e2m1fn", "float4_e2m1fn", 16),
+    )
+}
+"""Name → format."""
+
+
+def exponent_of(largest: jax.Array, code: float) -> jax.Array:
+    """The biased exponents, as uint8, of the smallest powers of two s with ``largest / s <= code``; 255 if that is not finite."""
+    bits = lax.bitcast_convert_type(largest / code, jnp.int32)
+    exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return jnp.clip(exponents, MIN_EXPONENT, NOT_FINITE).astype(jnp.uint8)
+
+
+def power(exponent: jax.Array) -> jax.Array:
+    """The float32 power of two with a biased exponent; infinity for 255."""
+    return lax.bitcast_convert_type(exponent.astype(jnp.int32) << 23, jnp.float32)
+
+
+def _four_bits(x: jax.Array, largest: jax.Array, stochastic: bool) -> Scaled:
+    """An array in NVFP4; codes are stored in float8_e4m3fn, which has all values of e2m1.
+
+    Args:
+      x: float32, in blocks; largest: the largest magnitude of each block.
+      stochastic: round up with the probability of the distance from the number below. The bits are random numbers whose seed is the
+        largest magnitude of the array.
+    """
+    amax = largest.max()
+    exponent = exponent_of(amax, LARGEST_E2M1 * float(jnp.finfo(jnp.float8_e4m3fn).max))
+    scales = (largest / (LARGEST_E2M1 * power(exponent))).astype(jnp.float8_e4m3fn)
+    scale = scales.astype(jnp.float32) * power(exponent)
+    size = jnp.minimum(jnp.where(scale == 0, 0.0, jnp.abs(x) / scale), LARGEST_E2M1)
+    step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    if stochastic:
+        key = jax.random.key(lax.bitcast_convert_type(amax, jnp.uint32))
+        bits = jax.random.bits(key, x.shape, jnp.uint32) >> 8
+        steps = jnp.floor(size / step + bits.astype(jnp.float32) * 2.0**-24)
+    else:
+        steps = jnp.round(size / step)
+    return Scaled((jnp.sign(x) * steps * step).astype(jnp.float8_e4m3fn), scales, exponent)
+
+
+def blocks_along(shape: Sequence[int], dims: Sequence[int], block: int) -> dict[int, int] | None:
+    """Dim → its elements in a block of consecutive elements along some dims, the last of which varies fastest.
+
+    ``blocks_along((4, 8, 16), (1, 2), 32) == {2: 16, 1: 2}``. None: there are no such blocks.
+    """
+    blocks, left = {}, block
+    for d in reversed(dims):
+        blocks[d] = math.gcd(shape[d], left)
+        left //= blocks[d]
+        if left > 1 and blocks[d] != shape[d]:
+            return None
+    return blocks if left == 1 else None
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """A matmul of a weight, whose operands a format encodes.
+
+    Attributes:
+      dims: the ``dimension_numbers`` of its ``dot_general``.
+      shapes, dtypes: of both operands.
+      dtype: of the result.
+      weight: position of the weight, 0 or 1.
+      path: of the weight.
+    """
+
+    format: ScaledFormat
+    dims: Any
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[Any, Any]
+    dtype: Any
+    weight: int
+    path: str
+
+    def free(self, side: int) -> list[int]:
+        """The dims of an operand that are in the result, batch dims excluded."""
+        (contracted, batch) = self.dims[0][side], self.dims[1][side]
+        return [d for d in range(len(self.shapes[side])) if d not in contracted and d not in batch]
+
+    def free_in_result(self, side: int) -> list[int]:
+        """The dims of the result that an operand's free dims are."""
+        start = len(self.dims[1][0]) + (len(self.free(0)) if side else 0)
+        return list(range(start, start + len(self.free(side))))
+
+    @property
+    def result_shape(self) -> list[int]:
+        batch = [self.shapes[0][d] for d in self.dims[1][0]]
+        return batch + [self.shapes[side][d] for side in (0, 1) for d in self.free(side)]
+
+    def blocks(self, side: int) -> dict[int, int] | None:
+        """Dim → elements of an operand with a common scale: along contracted dims; of the weight, along free ones as well.
+
+        None: its sizes have no blocks, along contracted dims or along free ones, which the backward pass contracts.
+        """
+        size = self.format.block
+        if size is None:
+            return {}
+        shape = self.shapes[side]
+        found = [blocks_along(shape, dims, size) for dims in (self.dims[0][side], self.free(side))]
+        if found[0] is None or found[1] is None:
+            return None
+        return {**found[0], **found[1]} if side == self.weight else found[0]
+
+    def encoded(self, x: jax.Array, side: int) -> Scaled:
+        """An operand of the forward pass."""
+        name = f"`{self.path}`" if side == self.weight else f"the operand that `{self.path}` multiplies"
+        return self.format.encode(x, self.blocks(side) or {}, name)
+
+    def encoded_along(self, x: jax.Array, dims: Sequence[int], gradient: bool) -> Scaled:
+        """An operand of the backward pass, in blocks along ``dims``."""
+        name = (
+            f"the gradient of a matmul by `{self.path}`" if gradient else f"the operand that `{self.path}` multiplies"
+        )
+        return self.format.encode(x, blocks_along(x.shape, dims, self.format.block or 1) or {}, name, gradient)
+
+    def product(self, a: Scaled, b: Scaled, shapes: Sequence[Sequence[int]], dims: Any, dtype: Any) -> jax.Array:
+        """The ``dot_general`` of two operands."""
+        wide = jnp.float32 if dtype == jnp.float16 else dtype  # the products of unscaled codes overflow in float16
+        x, y = (q.values(shape) for q, shape in zip((a, b), shapes, strict=True))
+        out = lax.dot_general(x, y, dims, preferred_element_type=wide)
+        if a.exponent is not None and b.exponent is not None:
+            scale = jnp.maximum(power(a.exponent) * power(b.exponent), jnp.finfo(jnp.float32).tiny)
+            out = times_power_p.bind(out, scale)
+        return out.astype(dtype)
+
+    def cotangent(self, side: int, g: Scaled, other: Scaled) -> jax.Array:
+        """The gradient of an operand: the matmul of the result's gradient with the other operand, in the dims of the operand."""
+        contracted, batch = ((pair[side], pair[1 - side]) for pair in self.dims)
+        dims = (self.free_in_result(1 - side), self.free(1 - side)), (range(len(batch[0])), batch[1])
+        out = self.product(g, other, (self.result_shape, self.shapes[1 - side]), dims, self.dtypes[side])
+        order = [*batch[0], *self.free(side), *(contracted[0][k] for k in np.argsort(contracted[1]))]
+        return lax.transpose(out, np.argsort(order))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scaled_matmul(matmul: Matmul, a: jax.Array, b: jax.Array, qa: Scaled, qb: Scaled) -> jax.Array:
+    """The ``dot_general`` of two arrays, from their encoded operands ``qa`` and ``qb``; gradients are those of ``a`` and ``b``."""
+    return matmul.product(qa, qb, matmul.shapes, matmul.dims, matmul.dtype)
+
+
+def _forward(matmul: Matmul, a: Any, b: Any, qa: Scaled, qb: Scaled) -> tuple[jax.Array, Any]:
+    (x, qx), qw = ((a, qa), qb) if matmul.weight else ((b, qb), qa)
+    # in a block format, the gradient of the weight needs x in blocks along other dims
+    return scaled_matmul(matmul, a, b, qa, qb), (x if matmul.format.block else qx, qw)
+
+
+def _backward(matmul: Matmul, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    x, qw = saved
+    weight, other = matmul.weight, 1 - matmul.weight
+    qg = matmul.encoded_along(g, matmul.free_in_result(weight), True)
+    gradients: list[Any] = [None] * 4
+    gradients[other] = matmul.cotangent(other, qg, qw)
+    if matmul.format.block:
+        dims = matmul.free_in_result(other), matmul.free(other)
+        if matmul.format.four_bits:
+            g, x = (_rotated(v, along) for v, along in zip((g, x), dims, strict=True))
+        qg, x = matmul.encoded_along(g, dims[0], True), matmul.encoded_along(x, dims[1], False)
+    gradients[weight] = matmul.cotangent(weight, qg, x)
+    return tuple(gradients)
+
+
+scaled_matmul.defvjp(_forward, _backward)
+
+
+HADAMARD = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4)
+"""Hadamard matrix [16, 16]; its columns times a fixed vector of random signs rotate the blocks of a weight's gradient."""
+SIGNS = np.random.default_rng(2025).choice([-1.0, 1.0], 16)
+
+
+def _rotated(x: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Blocks of 16 consecutive elements along some dims, multiplied by an orthogonal matrix; float32."""
+    blocks = blocks_along(x.shape, dims, 16) or {}
+    d = next(d for d, n in blocks.items() if n > 1)
+    order = blocks[d]
+    matrix = (SIGNS[:order, None] * HADAMARD[:order, :order] / math.sqrt(order)).astype(np.float32)
+    split = x.astype(jnp.float32).reshape(*x.shape[:d], -1, order, *x.shape[d + 1 :])
+    return jnp.moveaxis(jnp.tensordot(split, matrix, (d + 1, 0)), -1, d + 1).reshape(x.shape)
