@@ -40,7 +40,7 @@ def _idle_axes(plan: Plan) -> list[str]:
 
 def with_notes(plan: Plan) -> Plan:
     """The plan with notes: traffic between slices, axes and rules without effect on its program, a compiler without a table."""
-    notes = list(filter(None, [_slice_traffic(plan)]))
+    notes = list(filter(None, [_slice_traffic(plan), _scaled_matmuls(plan)]))
     idle = ", ".join(f"`{a}`" for a in _idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
@@ -59,6 +59,27 @@ def with_notes(plan: Plan) -> Plan:
     if plan.compiler.note is not None and plan.chip is not None:
         notes.append(plan.compiler.note)
     return with_shared_results(plan, notes=(*plan.notes, *notes)) if notes else plan
+
+
+def _scaled_matmuls(plan: Plan) -> str | None:
+    """A note of the matmuls whose operands have scales, and of the dtype in which the chip computes them; None: there are none."""
+    if plan.chip is None:
+        return None
+    chip, ops = plan.chip.name, list(plan.program.root.walk())
+    codes = sum(op.primitive.family == "dot" and "float8" in str(op.eqn.invars[0].aval.dtype) for op in ops)
+    blocks = {max(op.eqn.params["blocks"]) for op in ops if op.name == "in_blocks"}
+    if codes:
+        how = (
+            f"natively on {chip}"
+            if plan.chip.float8
+            else f"which {chip} emulates: its compiler converts them to bfloat16"
+        )
+        return f"{codes} matmuls of the program multiply float8 operands, {how}"
+    sizes = ", ".join(map(str, sorted(blocks)))
+    emulated = (
+        f"matmuls of operands with scales for blocks of {sizes} are emulated on {chip}: codes times scales in bfloat16"
+    )
+    return emulated if blocks else None
 
 
 def _slice_traffic(plan: Plan) -> str | None:
