@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from same_results import assert_close
+from scaled_simulation import BLOCK, trained
 
 import meshpar as mp
-from meshpar.errors import LayoutSyntaxError, UnsupportedError
+from meshpar.errors import DivisibilityError, LayoutSyntaxError, PatternError, UnsupportedError
 
 DIMS = {"p/w": "embed mlp", "p/v": "mlp embed", "p/scale": "embed", "x": "batch embed"}
 
@@ -124,3 +125,143 @@ def test_weights_by_keyword_and_from_the_end():
             assert call == [jnp.float32, jnp.bfloat16]
     with pytest.raises(UnsupportedError, match=r"no argument 2.*\n.*argnum="):
         policy(lambda *args: args, argnum=2)(x, p)
+
+
+# -- matmuls with scales
+
+SCALED = {"params/w": "embed mlp", "params/v": "mlp embed", "x": "batch embed"}
+LAYOUTS = [
+    "batch: data",
+    "batch: data; embed: data",
+    "mlp: data",
+    "embed: data",
+    "batch: data; mlp: model",
+    "batch: data; mlp: model; embed: data",
+    "batch: data+model; embed: data+model",
+    "batch: model; embed: model; mlp: data",
+]
+
+
+def scaled_case():
+    r = np.random.default_rng(1)
+    params = {"w": r.normal(size=(128, 256)) / 12, "v": r.normal(size=(256, 128)) / 16}
+    return jax.tree.map(np.float32, params), r.normal(size=(128, 128)).astype(np.float32)
+
+
+def relu_loss(params, x):
+    return jnp.square(jax.nn.relu(x @ params["w"]) @ params["v"]).mean()
+
+
+def sgd(name):
+    gradient = jax.grad(mp.train.Precision(name, reduce="float32")(relu_loss))
+
+    def step(params, x):
+        return jax.tree.map(lambda p, g: p - 4.0 * g, params, gradient(params, x))
+
+    return step
+
+
+def difference(params, first, wanted):
+    """The largest of the relative differences of two updates."""
+    norm = np.linalg.norm
+    return max(norm(params[k] - wanted[k]) / norm(wanted[k] - first[k]) for k in wanted)
+
+
+@pytest.mark.parametrize("name", BLOCK)
+def test_three_steps_equal_the_simulation(name):
+    params, x = scaled_case()
+    new, step = params, jax.jit(sgd(name))
+    for _ in range(3):
+        new = step(new, x)
+    assert difference(new, params, trained(name, params, x, 3, 4.0)) < 1e-3
+    assert difference(trained("mxfp8" if name == "float8" else "float8", params, x, 3, 4.0), params, new) > 0.02
+
+
+@pytest.mark.parametrize(("layout", "name", "lowering"), covering.each(LAYOUTS, list(BLOCK), ["shard_map", "jit"]))
+def test_layouts_equal_the_simulation(layout, name, lowering):
+    """Partial gradients are rounded to bfloat16 on each device."""
+    params, x = scaled_case()
+    run = mp.jit(sgd(name), mesh=mp.mesh("data=2, model=2"), layout=layout, dims=SCALED, lowering=lowering)
+    new = params
+    for _ in range(3):
+        new = run(new, x)
+    assert difference(jax.tree.map(np.asarray, new), params, trained(name, params, x, 3, 4.0)) < 0.01
+
+
+def planned(policy, mesh="data=4", **how):
+    params, x = scaled_case()
+    how = {
+        "layout": "batch: data; embed: data",
+        "dims": {"*/w": "embed mlp", "*/v": "mlp embed", "x": "batch embed"},
+        **how,
+    }
+    return mp.plan(jax.grad(policy(relu_loss)), params, x, mesh=mesh, **how)
+
+
+@pytest.mark.parametrize("name", BLOCK)
+def test_codes_and_scales_are_gathered(name):
+    both, narrow = planned(mp.train.Precision()), planned(mp.train.Precision(name, reduce="float32"))
+    sent = [sum(c.bytes for c in plan.collectives if c.op == "all-gather") for plan in (both, narrow)]
+    assert sent[1] <= 0.505 * sent[0]
+    assert {str(c.dtype) for c in narrow.collectives if c.op == "reduce-scatter"} == {"float32"}
+
+
+@pytest.mark.parametrize("keep", ["v", "{v,u}", ("embed",), "layer/*"])
+def test_weights_that_are_kept_are_gathered_in_bfloat16(keep):
+    def loss(params, x):
+        return relu_loss({"w": params["w"], "v": params["layer"]["v"]}, x)
+
+    params, x = scaled_case()
+    params = {"w": params["w"], "layer": {"v": params["v"]}}
+    policy = mp.train.Precision("mxfp8", keep=keep, dims={"*/v": "mlp embed"})
+    how = {"layout": "batch: data; embed: data", "dims": {"*/w": "embed mlp", "*/v": "mlp embed", "x": "batch embed"}}
+    plan = mp.plan(jax.grad(policy(loss)), params, x, mesh="data=4", **how)
+    assert [str(c.dtype) for c in plan.collectives if c.op == "all-gather"] == ["float8_e4m3fn", "uint8", "bfloat16"]
+
+
+def test_a_largest_magnitude_over_a_sharded_dim_is_all_reduced():
+    reduced = [c for c in planned(mp.train.Precision("float8")).collectives if c.shape == ()]
+    # of x, w, the hidden layer, v, and of the gradients of both results
+    assert [(c.op, c.bytes) for c in reduced] == [("all-reduce", 2 * 4 * 3 / 4)] * 6
+
+
+def test_rates_and_notes_by_chip():
+    plans = {
+        topology: planned(mp.train.Precision(name), "data=4", topology=topology)
+        for name, topology in [("float8", "h100:4"), ("float8", "v5p:2x2x1"), ("mxfp8", "b200:4")]
+    }
+    h100, v5p, b200 = plans.values()
+    dots = [[op.matmul_seconds for op in plan.time.ops if op.flops] for plan in plans.values()]
+    assert "5 matmuls of the program multiply float8 operands, natively on h100" in h100.notes
+    assert any("which v5p emulates" in note for note in v5p.notes)
+    assert any("blocks of 32 are emulated on b200" in note for note in b200.notes)
+    for plan, seconds, rate in zip(plans.values(), dots, (1.98e15, 4.59e14, 2.25e15), strict=True):
+        total = sum(op.flops for op in plan.time.ops)
+        assert sum(seconds) == pytest.approx(total / (rate * plan.chip.compiler.matmul_efficiency))
+
+
+def test_shards_and_sizes_are_multiples_of_a_block():
+    with pytest.raises(
+        DivisibilityError, match=r"`w`.*blocks of 32 elements of `embed`.*data=8 shards its 128 elements into 16"
+    ):
+        planned(mp.train.Precision("mxfp8"), "data=8")
+    planned(mp.train.Precision("nvfp4"), "data=8")
+    params, x = scaled_case()
+    odd = {"w": params["w"][:, :40], "v": params["v"][:40]}
+    with pytest.raises(
+        DivisibilityError, match=r'\[128, 40\], has 128 contracted and 40 other(?s:.)*test_precision.py(?s:.)*keep="w"'
+    ):
+        jax.eval_shape(mp.train.Precision("mxfp8")(relu_loss), odd, x)
+    jax.eval_shape(mp.train.Precision("float8")(relu_loss), odd, x)
+
+
+def test_entries_that_keep_nothing_and_functions_without_matmuls():
+    params, x = scaled_case()
+    for keep in ("*/norm", ("w", "vocabulary")):
+        with pytest.raises(PatternError, match="matches no path and no dim"):
+            mp.train.Precision("float8", keep=keep)(relu_loss)(params, x)
+    for policy in (mp.train.Precision("float8", keep="w, v"), mp.train.Precision("nvfp4", keep="{w,v}")):
+        with pytest.raises(UnsupportedError, match="no matmul of a weight"):
+            policy(relu_loss)(params, x)
+    with pytest.raises(LayoutSyntaxError, match=r"compute='mxfp4' is no dtype and no format(?s:.)*`mxfp8`"):
+        mp.train.Precision("mxfp4")

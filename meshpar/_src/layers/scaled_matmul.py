@@ -129,17 +129,18 @@ def _four_bits(x: jax.Array, largest: jax.Array, stochastic: bool) -> Scaled:
 
     Args:
       x: float32, in blocks; largest: the largest magnitude of each block.
-      stochastic: round up with the probability of the distance from the number below. The bits are random numbers whose seed is the
-        largest magnitude of the array.
+      stochastic: round up with the probability of the distance from the code below. The seed of the random bits is the largest
+        magnitude of the array in bfloat16, which is the same under all layouts.
     """
     amax = largest.max()
     exponent = exponent_of(amax, LARGEST_E2M1 * float(jnp.finfo(jnp.float8_e4m3fn).max))
     scales = (largest / (LARGEST_E2M1 * power(exponent))).astype(jnp.float8_e4m3fn)
     scale = scales.astype(jnp.float32) * power(exponent)
-    size = jnp.minimum(jnp.where(scale == 0, 0.0, jnp.abs(x) / scale), LARGEST_E2M1)
+    inverse = jnp.where(scale == 0, 0.0, 1 / scale)  # compilers may divide by it or multiply by its inverse: the codes differ
+    size = jnp.minimum(jnp.abs(x) * inverse, LARGEST_E2M1)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     if stochastic:
-        key = jax.random.key(lax.bitcast_convert_type(amax, jnp.uint32))
+        key = jax.random.key(lax.bitcast_convert_type(amax.astype(jnp.bfloat16), jnp.uint16))
         bits = jax.random.bits(key, x.shape, jnp.uint32) >> 8
         steps = jnp.floor(size / step + bits.astype(jnp.float32) * 2.0**-24)
     else:
@@ -250,7 +251,7 @@ def scaled_matmul(matmul: Matmul, a: jax.Array, b: jax.Array, qa: Scaled, qb: Sc
 def _forward(matmul: Matmul, a: Any, b: Any, qa: Scaled, qb: Scaled) -> tuple[jax.Array, Any]:
     (x, qx), qw = ((a, qa), qb) if matmul.weight else ((b, qb), qa)
     # in a block format, the gradient of the weight needs x in blocks along other dims
-    return scaled_matmul(matmul, a, b, qa, qb), (x if matmul.format.block else qx, qw)
+    return matmul.product(qa, qb, matmul.shapes, matmul.dims, matmul.dtype), (x if matmul.format.block else qx, qw)
 
 
 def _backward(matmul: Matmul, saved: Any, g: jax.Array) -> tuple[Any, ...]:
