@@ -206,7 +206,7 @@ def test_codes_and_scales_are_gathered(name):
     assert {str(c.dtype) for c in narrow.collectives if c.op == "reduce-scatter"} == {"float32"}
 
 
-@pytest.mark.parametrize("keep", ["v", "{v,u}", ("embed",), "layer/*"])
+@pytest.mark.parametrize("keep", ["v", "*/{v,u}", ("embed",), "layer/*"])
 def test_weights_that_are_kept_are_gathered_in_bfloat16(keep):
     def loss(params, x):
         return relu_loss({"w": params["w"], "v": params["layer"]["v"]}, x)

@@ -206,7 +206,9 @@ class Matmul:
         if size is None:
             return {}
         shape = self.shapes[side]
-        found = [blocks_along(shape, dims, size) for dims in (self.dims[0][side], self.free(side))]
+        order = np.argsort(self.dims[0][self.weight])  # of the weight, whose last dim varies fastest
+        contracted = [self.dims[0][side][k] for k in order]
+        found = [blocks_along(shape, dims, size) for dims in (contracted, self.free(side))]
         if found[0] is None or found[1] is None:
             return None
         return {**found[0], **found[1]} if side == self.weight else found[0]
