@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from jax.typing import DTypeLike
 
 from ..errors import LayoutSyntaxError, PatternError, UnsupportedError
 from .compat.jax import make_jaxpr
-from .dims import DimsLike, PathDims, did_you_mean, fit_dims, path_matches
-from .flax import flatten_named
-from .layers.scaled_matmul import FORMATS
+from .dims import DimsLike, PathDims, did_you_mean, path_matches
+from .flax import dims_of, flatten_named
+from .layers.scaled_matmul import FORMATS, ScaledFormat
 from .layers.weight_matmuls import with_scaled_matmuls
 from .program.primitives import reduce_in
 
@@ -80,27 +81,21 @@ class Precision:
         """Raise LayoutSyntaxError if ``compute`` or ``reduce`` is not a floating-point dtype of 16 bits or more: JAX promotes no
         8-bit one, and a gradient without a scale underflows in it."""
         for name in ("compute", "reduce"):
-            dtype = getattr(self, name)
-            if dtype is None or (name == "compute" and self._format):
+            dtype, formats = getattr(self, name), [repr(f) for f in FORMATS if name == "compute"]
+            if dtype is None or repr(dtype) in formats:
                 continue
-            if isinstance(dtype, str) and dtype not in np.sctypeDict and not hasattr(jnp, dtype):
-                known = [*FORMATS, "bfloat16", "float32"] if name == "compute" else ["bfloat16", "float32"]
-                raise LayoutSyntaxError(
-                    f"mp.train.Precision: {name}={dtype!r} is no dtype" + " and no format" * (name == "compute"),
-                    fixes=did_you_mean(dtype, known, "names"),
-                )
-            if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-                raise LayoutSyntaxError(
-                    f"mp.train.Precision: {name}={dtype!r} is not a floating dtype", fixes=["bfloat16, float32"]
-                )
-            if jnp.dtype(dtype).itemsize < 2:
-                raise LayoutSyntaxError(
-                    f"mp.train.Precision: {name}={dtype!r} has 8 bits or fewer, which need a scale for each array",
-                    fixes=['"bfloat16"', f"matmuls with scales: compute={' or '.join(map(repr, FORMATS))}"],
-                )
+            try:
+                floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+            except TypeError:
+                floating = False
+            narrow = floating and jnp.dtype(dtype).itemsize < 2
+            if not floating or narrow:
+                why = "has 8 bits or fewer, which need a scale for each array" if narrow else "is not a floating dtype"
+                fixes = ["bfloat16, float32", *(f"matmuls with scales: {f}" for f in [" or ".join(formats)] if f)]
+                raise LayoutSyntaxError(f"mp.train.Precision: {name}={dtype!r} {why}", fixes=fixes)
 
     @property
-    def _format(self) -> Any:
+    def _format(self) -> ScaledFormat | None:
         return FORMATS.get(self.compute) if isinstance(self.compute, str) else None
 
     def cast(self, weights: Any) -> Any:
@@ -130,26 +125,19 @@ class Precision:
         """
         entries = re.split(r",(?![^{]*\})", self.keep) if isinstance(self.keep, str) else self.keep
         found: set[int] = set()
-        if not (entries := [e for entry in entries if (e := entry.strip())]):
-            return found
         leaves, patterns = flatten_named(weights), PathDims(self.dims)
-        dims = [leaf.dims or () for leaf in leaves]
-        for k, leaf in enumerate(leaves):
-            if (match := patterns.match(leaf.path)) is not None:
-                dims[k] = fit_dims(match[1], np.shape(leaf.value), path=leaf.path, origin=f"the pattern {match[0]!r}")
-        for entry in entries:
+        names = [{*(dims_of(leaf, patterns) or ()), leaf.path.rpartition("/")[2]} for leaf in leaves]
+        modules = [list(itertools.accumulate(leaf.path.split("/"), "{}/{}".format)) for leaf in leaves]
+        for entry in filter(None, map(str.strip, entries)):
             own = {
-                k
-                for k, leaf in enumerate(leaves)
-                if entry in (*dims[k], leaf.path.rpartition("/")[2])
-                or any(path_matches(entry, "/".join(parts)) for parts in _prefixes(leaf.path.split("/")))
+                k for k in range(len(leaves)) if entry in names[k] or any(path_matches(entry, m) for m in modules[k])
             }
             if not own:
-                names = {name for each in dims for name in each if name}
+                known = [*(leaf.path for leaf in leaves), *(n for each in names for n in each if n)]
                 raise PatternError(
                     f"mp.train.Precision: keep={entry!r} matches no path and no dim of the weights",
                     pattern=entry,
-                    fixes=did_you_mean(entry, [*(leaf.path for leaf in leaves), *names], "paths and dims"),
+                    fixes=did_you_mean(entry, known, "paths and dims"),
                 )
             found |= own
         return found
@@ -167,46 +155,43 @@ class Precision:
 
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if -len(args) <= argnum < len(args) and name not in kwargs:
-                k = argnum % len(args)
-                return self._run(
-                    lambda w, a, kw: fn(*a[:k], w, *a[k:], **kw), args[k], [*args[:k], *args[k + 1 :]], kwargs
-                )
-            if name not in kwargs:
+            if name not in kwargs and not -len(args) <= argnum < len(args):
                 raise UnsupportedError(
                     f"mp.train.Precision: this call has no argument {argnum}, whose weights are converted",
                     fixes=["policy(fn, argnum=…) has the position of the weights, counted from 0"],
                 )
-            others = {key: value for key, value in kwargs.items() if key != name}
-            return self._run(lambda w, a, kw: fn(*a, **{name: w}, **kw), kwargs[name], list(args), others)
+
+            def call(weights: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+                (kwargs if name in kwargs else args)[name if name in kwargs else argnum] = weights
+                return fn(*args, **kwargs)
+
+            others: tuple[list[Any], dict[str, Any]] = list(args), dict(kwargs)
+            weights = kwargs[name] if name in kwargs else args[argnum]
+            call_of = self._scaled if self._format else lambda call, weights, *others: call(self.cast(weights), *others)
+            return call_of(call, weights, *others)
 
         return run
 
-    def _run(self, fn: Callable[..., Any], weights: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """``fn(weights, args, kwargs)`` of the converted weights, with scaled matmuls if there is a format.
+    def _scaled(self, call: Callable[..., Any], weights: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """``call(converted weights, args, kwargs)`` with scaled matmuls.
 
         Raises:
           UnsupportedError: no matmul is scaled.
         """
-        used = self.cast(weights)
-        if not self._format:
-            return fn(used, args, kwargs)
-        leaves, structure = jax.tree.flatten((used, args, kwargs))
+        assert self._format is not None
+        leaves, structure = jax.tree.flatten((self.cast(weights), args, kwargs))
+        paths, kept = [leaf.path for leaf in flatten_named(weights)], self._kept(weights)
         traced = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
-        paths = [leaf.path for leaf in flatten_named(weights)]
-        kept = self._kept(weights)
+        arrays = [leaves[k] for k in traced]
 
         def flat(*arrays: Any) -> Any:
-            values = list(leaves)
-            for k, x in zip(traced, arrays, strict=True):
-                values[k] = x
-            return fn(*structure.unflatten(values))
+            given = dict(zip(traced, arrays, strict=True))
+            return call(*structure.unflatten([given.get(k, x) for k, x in enumerate(leaves)]))
 
-        closed, shapes = make_jaxpr(flat, *(leaves[k] for k in traced), return_shape=True)
-        of_weights = [paths[k] if k < len(paths) else None for k in traced]
-        closed, count = with_scaled_matmuls(
-            closed, self._format, of_weights, [i for i, k in enumerate(traced) if k in kept]
-        )
+        closed, shapes = make_jaxpr(flat, *arrays, return_shape=True)
+        of_weights = {i: paths[k] for i, k in enumerate(traced) if k < len(paths)}
+        stay = {i for i, k in enumerate(traced) if k in kept}
+        closed, count = with_scaled_matmuls(closed, self._format, of_weights, stay)
         if not count:
             raise UnsupportedError(
                 f"mp.train.Precision({self.compute!r}): the function has no matmul of a weight that could be quantized",
@@ -216,12 +201,7 @@ class Precision:
                     "a dtype: bfloat16",
                 ],
             )
-        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*(leaves[k] for k in traced)))
-
-
-def _prefixes(parts: Sequence[str]) -> list[Sequence[str]]:
-    """A path and the paths of all modules around it, as components."""
-    return [parts[: n + 1] for n in range(len(parts))]
+        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -51,11 +51,15 @@ class Scaled(NamedTuple):
     scales: jax.Array | None
     exponent: jax.Array | None
 
-    def values(self, shape: Sequence[int]) -> jax.Array:
+    @property
+    def values(self) -> jax.Array:
         """The array without its common scale: the codes, or their products with block scales in bfloat16, which are exact."""
         if self.scales is None:
             return self.codes
         scales = power(self.scales) if self.scales.dtype == jnp.uint8 else self.scales
+        shape: list[int] = []
+        for n, blocks in zip(self.codes.shape, scales.shape, strict=True):
+            shape = [*shape[:-1], shape[-1] * n] if blocks < n else [*shape, n]
         return (self.codes.astype(jnp.bfloat16) * scales.astype(jnp.bfloat16)).reshape(shape)
 
 
@@ -65,32 +69,32 @@ class ScaledFormat:
 
     Attributes:
       dtype, gradient: of the codes of weights and activations, and of gradients.
-      block: contracted elements with a common scale; None: one scale for the array.
+      block: contracted elements with a common scale; 1: one scale for the array.
     """
 
     name: str
     dtype: str
     gradient: str
-    block: int | None = None
+    block: int = 1
 
     @property
     def four_bits(self) -> bool:
         return "float4" in self.dtype
 
-    def encode(self, x: jax.Array, blocks: Mapping[int, int], array: str, gradient: bool = False) -> Scaled:
+    def encode(self, x: jax.Array, blocks: Mapping[int, int], path: str, gradient: bool = False) -> Scaled:
         """An array as an operand.
 
         Args:
           blocks: dim → elements with a common scale, which divide its size; not used if the array has one scale.
-          array: its name in errors.
+          path: of the weight whose matmul reads the array.
         """
-        if self.block is None:
+        if self.block == 1:
             dtype = jnp.dtype(self.gradient if gradient else self.dtype)
             wide = x.astype(jnp.float32)
             exponent = exponent_of(jnp.abs(wide).max(), float(jnp.finfo(dtype).max))
             return Scaled((wide / power(exponent)).astype(dtype), None, exponent)
         sizes = [blocks.get(d, 1) for d in range(x.ndim)]
-        x = in_blocks_p.bind(x, blocks=tuple(sizes), array=array)
+        x = in_blocks_p.bind(x, blocks=tuple(sizes), path=path)
         parts = [[n] if block == 1 else [n // block, block] for n, block in zip(x.shape, sizes, strict=True)]
         inner = [sum(map(len, parts[: d + 1])) - 1 for d, part in enumerate(parts) if len(part) > 1]
         wide = x.astype(jnp.float32).reshape([n for part in parts for n in part])
@@ -136,7 +140,9 @@ def _four_bits(x: jax.Array, largest: jax.Array, stochastic: bool) -> Scaled:
     exponent = exponent_of(amax, LARGEST_E2M1 * float(jnp.finfo(jnp.float8_e4m3fn).max))
     scales = (largest / (LARGEST_E2M1 * power(exponent))).astype(jnp.float8_e4m3fn)
     scale = scales.astype(jnp.float32) * power(exponent)
-    inverse = jnp.where(scale == 0, 0.0, 1 / scale)  # compilers may divide by it or multiply by its inverse: the codes differ
+    inverse = jnp.where(
+        scale == 0, 0.0, 1 / scale
+    )  # compilers may divide by it or multiply by its inverse: the codes differ
     size = jnp.minimum(jnp.abs(x) * inverse, LARGEST_E2M1)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     if stochastic:
@@ -168,7 +174,7 @@ class Matmul:
 
     Attributes:
       dims: the ``dimension_numbers`` of its ``dot_general``.
-      shapes, dtypes: of both operands.
+      avals: the abstract arrays of both operands.
       dtype: of the result.
       weight: position of the weight, 0 or 1.
       path: of the weight.
@@ -176,8 +182,7 @@ class Matmul:
 
     format: ScaledFormat
     dims: Any
-    shapes: tuple[tuple[int, ...], tuple[int, ...]]
-    dtypes: tuple[Any, Any]
+    avals: tuple[Any, ...]
     dtype: Any
     weight: int
     path: str
@@ -185,75 +190,57 @@ class Matmul:
     def free(self, side: int) -> list[int]:
         """The dims of an operand that are in the result, batch dims excluded."""
         (contracted, batch) = self.dims[0][side], self.dims[1][side]
-        return [d for d in range(len(self.shapes[side])) if d not in contracted and d not in batch]
+        return [d for d in range(self.avals[side].ndim) if d not in contracted and d not in batch]
 
     def free_in_result(self, side: int) -> list[int]:
         """The dims of the result that an operand's free dims are."""
         start = len(self.dims[1][0]) + (len(self.free(0)) if side else 0)
         return list(range(start, start + len(self.free(side))))
 
-    @property
-    def result_shape(self) -> list[int]:
-        batch = [self.shapes[0][d] for d in self.dims[1][0]]
-        return batch + [self.shapes[side][d] for side in (0, 1) for d in self.free(side)]
-
     def blocks(self, side: int) -> dict[int, int] | None:
         """Dim → elements of an operand with a common scale: along contracted dims; of the weight, along free ones as well.
 
         None: its sizes have no blocks, along contracted dims or along free ones, which the backward pass contracts.
         """
-        size = self.format.block
-        if size is None:
-            return {}
-        shape = self.shapes[side]
         order = np.argsort(self.dims[0][self.weight])  # of the weight, whose last dim varies fastest
-        contracted = [self.dims[0][side][k] for k in order]
-        found = [blocks_along(shape, dims, size) for dims in (contracted, self.free(side))]
-        if found[0] is None or found[1] is None:
+        along = [self.dims[0][side][k] for k in order], self.free(side)
+        contracted, free = (blocks_along(self.avals[side].shape, dims, self.format.block) for dims in along)
+        if contracted is None or free is None:
             return None
-        return {**found[0], **found[1]} if side == self.weight else found[0]
-
-    def encoded(self, x: jax.Array, side: int) -> Scaled:
-        """An operand of the forward pass."""
-        name = f"`{self.path}`" if side == self.weight else f"the operand that `{self.path}` multiplies"
-        return self.format.encode(x, self.blocks(side) or {}, name)
+        return contracted | free if side == self.weight else contracted
 
     def encoded_along(self, x: jax.Array, dims: Sequence[int], gradient: bool) -> Scaled:
         """An operand of the backward pass, in blocks along ``dims``."""
-        name = (
-            f"the gradient of a matmul by `{self.path}`" if gradient else f"the operand that `{self.path}` multiplies"
-        )
-        return self.format.encode(x, blocks_along(x.shape, dims, self.format.block or 1) or {}, name, gradient)
-
-    def product(self, a: Scaled, b: Scaled, shapes: Sequence[Sequence[int]], dims: Any, dtype: Any) -> jax.Array:
-        """The ``dot_general`` of two operands."""
-        wide = jnp.float32 if dtype == jnp.float16 else dtype  # the products of unscaled codes overflow in float16
-        x, y = (q.values(shape) for q, shape in zip((a, b), shapes, strict=True))
-        out = lax.dot_general(x, y, dims, preferred_element_type=wide)
-        if a.exponent is not None and b.exponent is not None:
-            scale = jnp.maximum(power(a.exponent) * power(b.exponent), jnp.finfo(jnp.float32).tiny)
-            out = times_power_p.bind(out, scale)
-        return out.astype(dtype)
+        return self.format.encode(x, blocks_along(x.shape, dims, self.format.block) or {}, self.path, gradient)
 
     def cotangent(self, side: int, g: Scaled, other: Scaled) -> jax.Array:
         """The gradient of an operand: the matmul of the result's gradient with the other operand, in the dims of the operand."""
         contracted, batch = ((pair[side], pair[1 - side]) for pair in self.dims)
         dims = (self.free_in_result(1 - side), self.free(1 - side)), (range(len(batch[0])), batch[1])
-        out = self.product(g, other, (self.result_shape, self.shapes[1 - side]), dims, self.dtypes[side])
         order = [*batch[0], *self.free(side), *(contracted[0][k] for k in np.argsort(contracted[1]))]
-        return lax.transpose(out, np.argsort(order))
+        return lax.transpose(_product(g, other, dims, self.avals[side].dtype), np.argsort(order))
+
+
+def _product(a: Scaled, b: Scaled, dims: Any, dtype: Any) -> jax.Array:
+    """The ``dot_general`` of two operands."""
+    wide = jnp.float32 if dtype == jnp.float16 else dtype  # the products of unscaled codes overflow in float16
+    out = lax.dot_general(a.values, b.values, dims, preferred_element_type=wide)
+    if a.exponent is not None and b.exponent is not None:
+        scale = jnp.maximum(power(a.exponent) * power(b.exponent), jnp.finfo(jnp.float32).tiny)
+        out = times_power_p.bind(out, scale)
+    return out.astype(dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def scaled_matmul(matmul: Matmul, a: jax.Array, b: jax.Array, qa: Scaled, qb: Scaled) -> jax.Array:
     """The ``dot_general`` of two arrays, from their encoded operands ``qa`` and ``qb``; gradients are those of ``a`` and ``b``."""
-    return matmul.product(qa, qb, matmul.shapes, matmul.dims, matmul.dtype)
+    return _product(qa, qb, matmul.dims, matmul.dtype)
 
 
 def _forward(matmul: Matmul, a: Any, b: Any, qa: Scaled, qb: Scaled) -> tuple[jax.Array, Any]:
     (x, qx), qw = ((a, qa), qb) if matmul.weight else ((b, qb), qa)
     # in a block format, the gradient of the weight needs x in blocks along other dims
-    return matmul.product(qa, qb, matmul.shapes, matmul.dims, matmul.dtype), (x if matmul.format.block else qx, qw)
+    return _product(qa, qb, matmul.dims, matmul.dtype), (x if matmul.format.block > 1 else qx, qw)
 
 
 def _backward(matmul: Matmul, saved: Any, g: jax.Array) -> tuple[Any, ...]:
@@ -262,7 +249,7 @@ def _backward(matmul: Matmul, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     qg = matmul.encoded_along(g, matmul.free_in_result(weight), True)
     gradients: list[Any] = [None] * 4
     gradients[other] = matmul.cotangent(other, qg, qw)
-    if matmul.format.block:
+    if matmul.format.block > 1:
         dims = matmul.free_in_result(other), matmul.free(other)
         if matmul.format.four_bits:
             g, x = (_rotated(v, along) for v, along in zip((g, x), dims, strict=True))

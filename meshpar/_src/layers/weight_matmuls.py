@@ -7,7 +7,7 @@ transpose, a sum with a low-rank matrix. A matmul with one operand that is made 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -27,21 +27,21 @@ Origin = frozenset[int] | None
 
 
 def with_scaled_matmuls(
-    closed: ClosedJaxpr, scaled_format: ScaledFormat, paths: Sequence[str | None], kept: Collection[int]
+    closed: ClosedJaxpr, scaled_format: ScaledFormat, paths: Mapping[int, str], kept: Set[int]
 ) -> tuple[ClosedJaxpr, int]:
     """(a closed jaxpr of which the matmuls of weights are scaled, in its loops, branches and calls as well; their number).
 
     Convolutions, grouped matmuls, matmuls of vectors, and matmuls in custom derivatives, kernels and the user's ``shard_map`` stay.
 
     Args:
-      paths: of each argument, if it is a weight.
+      paths: position of an argument that is a weight → its path.
       kept: the positions of weights whose matmuls stay.
 
     Raises:
       DivisibilityError: the sizes of a matmul are no multiple of the blocks.
     """
     rewriter = _Rewriter(scaled_format, paths, kept)
-    origins = [None if path is None else frozenset([k]) for k, path in enumerate(paths)]
+    origins = [frozenset([k]) if k in paths else None for k in range(len(closed.jaxpr.invars))]
     jaxpr, _ = rewriter.rewritten(closed.jaxpr, origins)
     return ClosedJaxpr(jaxpr, closed.consts), rewriter.count
 
@@ -55,8 +55,8 @@ def _union(origins: Sequence[Origin]) -> Origin:
 class _Rewriter:
     """Rewrites a jaxpr and its bodies; ``count``: the matmuls that it has replaced."""
 
-    def __init__(self, scaled_format: ScaledFormat, paths: Sequence[str | None], kept: Collection[int]):
-        self.format, self.paths, self.kept, self.count = scaled_format, paths, frozenset(kept), 0
+    def __init__(self, scaled_format: ScaledFormat, paths: Mapping[int, str], kept: Set[int]):
+        self.format, self.paths, self.kept, self.count = scaled_format, paths, kept, 0
 
     def rewritten(self, jaxpr: Jaxpr, origins: Sequence[Origin]) -> tuple[Jaxpr, list[Origin]]:
         """(the jaxpr with scaled matmuls, the origins of its results), given the origins of its arguments."""
@@ -65,20 +65,21 @@ class _Rewriter:
         eqns: list[JaxprEqn] = []
 
         def origin(atom: Atom) -> Origin:
-            # a constant of the jaxpr may be an array of the user's data
-            return frozenset() if isinstance(atom, Literal) else known.get(atom)
+            if isinstance(atom, Literal):
+                return frozenset()
+            return known.get(
+                atom, None if aval_of(atom).shape else frozenset()
+            )  # an array that is closed over may be data
 
         for eqn in jaxpr.eqns:
             own = [origin(v) for v in eqn.invars]
             family, results = primitive(eqn.primitive.name).family, [_union(own)] * len(eqn.outvars)
             matmul = self.matmul(eqn, own) if family == "dot" else None
             if matmul is not None:
-                self.count += 1
                 self.emit(eqns, eqn, matmul, encoded)
-            elif bodies(eqn) and family != "custom_derivative":
-                eqn, results = self.with_bodies(eqn, own)
-                eqns.append(eqn)
             else:
+                if bodies(eqn) and family != "custom_derivative":
+                    eqn, results = self.with_bodies(eqn, own)
                 eqns.append(eqn)
             known.update(zip(eqn.outvars, results, strict=True))
         return with_eqns(jaxpr, eqns), [origin(v) for v in jaxpr.outvars]
@@ -100,47 +101,34 @@ class _Rewriter:
         Raises:
           DivisibilityError: as above.
         """
-        made = [i for i, o in enumerate(own[:2]) if o]
-        if len(made) != 1 or self.kept & (own[made[0]] or frozenset()):
+        made = [(i, o) for i, o in enumerate(own[:2]) if o]
+        if len(made) != 1 or self.kept & made[0][1]:
             return None
-        avals, out = [aval_of(v) for v in eqn.invars], aval_of(eqn.outvars[0])
+        (weight, weights), avals, out = made[0], tuple(aval_of(v) for v in eqn.invars), aval_of(eqn.outvars[0])
         if not all(jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1 for a in (*avals, out)):
             return None
-        path = ", ".join(str(self.paths[k]) for k in sorted(own[made[0]] or ()))
         dims = tuple(tuple(map(tuple, pair)) for pair in eqn.params["dimension_numbers"])
-        matmul = Matmul(
-            self.format,
-            dims,
-            (avals[0].shape, avals[1].shape),
-            (avals[0].dtype, avals[1].dtype),
-            out.dtype,
-            made[0],
-            path,
-        )
+        matmul = Matmul(self.format, dims, avals, out.dtype, weight, ", ".join(self.paths[k] for k in sorted(weights)))
         if not (dims[0][0] and matmul.free(0) and matmul.free(1)):
             return None
         for side in (0, 1):
             if matmul.blocks(side) is None:
-                raise self.indivisible(eqn, matmul, side)
+                shape, block, path = avals[side].shape, self.format.block, matmul.path
+                sizes = [" × ".join(str(shape[d]) for d in along) for along in (dims[0][side], matmul.free(side))]
+                raise DivisibilityError(
+                    f"mp.train.Precision({self.format.name!r}): an operand {list(shape)} of a matmul of `{path}` has {sizes[0]} "
+                    f"contracted and {sizes[1]} other elements; scales are for blocks of {block}, also of the others (backward)",
+                    path=path,
+                    shape=avals[weight].shape,
+                    source=source_line(eqn),
+                    fixes=[
+                        f"multiples of {block}",
+                        f'or leave the weight out: keep="{path}"',
+                        "or float8: a scale for an array",
+                    ],
+                )
+        self.count += 1
         return matmul
-
-    def indivisible(self, eqn: JaxprEqn, matmul: Matmul, side: int) -> DivisibilityError:
-        """The error of an operand whose contracted or free dims have no blocks."""
-        shape, (contracted, _) = matmul.shapes[side], matmul.dims
-        sizes = [" × ".join(str(shape[d]) for d in dims) for dims in (contracted[side], matmul.free(side))]
-        of = "the weight" if side == matmul.weight else "the other operand"
-        return DivisibilityError(
-            f"mp.train.Precision({self.format.name!r}): {of} of a matmul, {list(shape)}, has {sizes[0]} contracted and {sizes[1]} "
-            f"other elements; scales need blocks of {self.format.block} of both, of which backward matmuls contract the others",
-            path=matmul.path,
-            shape=matmul.shapes[matmul.weight],
-            source=source_line(eqn),
-            fixes=[
-                f"sizes that are multiples of {self.format.block}",
-                f'or leave this weight out: keep="{matmul.path}"',
-                'or "float8", which has one scale for each array',
-            ],
-        )
 
     def emit(self, eqns: list[JaxprEqn], eqn: JaxprEqn, matmul: Matmul, encoded: dict[Any, list[Atom]]) -> None:
         """Append the equations of a scaled matmul, which have the results of ``eqn``."""
@@ -149,25 +137,24 @@ class _Rewriter:
             blocks = matmul.blocks(side) or {}
             key = id(x), tuple(sorted(blocks.items()))
             if key not in encoded:
-                encoded[key] = self.traced(eqns, eqn, functools.partial(_encoded, matmul, side), [x])
+                encoded[key] = _traced(eqns, eqn, functools.partial(_encoded, matmul, side), [x])
             operands += encoded[key]
-        self.traced(eqns, eqn, functools.partial(_multiplied, matmul), [*eqn.invars, *operands])
+        tree = jax.tree.structure(jax.eval_shape(functools.partial(_encoded, matmul, 0), matmul.avals[0]))
+        _traced(eqns, eqn, functools.partial(_multiplied, matmul, tree), [*eqn.invars, *operands])
         eqns[-1] = eqns[-1].replace(outvars=eqn.outvars)
 
-    def traced(self, eqns: list[JaxprEqn], eqn: JaxprEqn, fn: Any, atoms: Sequence[Atom]) -> list[Atom]:
-        """Append the equations of a function of some atoms, at the user's line of ``eqn``; returns its results."""
-        closed = make_generated_jaxpr(fn, *(aval_of(v) for v in atoms))
-        return inline(eqns, closed.jaxpr, closed.consts, atoms, source_info=eqn.source_info)
+
+def _traced(eqns: list[JaxprEqn], eqn: JaxprEqn, fn: Any, atoms: Sequence[Atom]) -> list[Atom]:
+    """Append the equations of a function of some atoms, at the user's line of ``eqn``; returns its results."""
+    closed = make_generated_jaxpr(fn, *map(aval_of, atoms))
+    return inline(eqns, closed.jaxpr, closed.consts, atoms, source_info=eqn.source_info)
 
 
 def _encoded(matmul: Matmul, side: int, x: Any) -> Scaled:
-    return matmul.encoded(lax.stop_gradient(x), side)
+    return matmul.format.encode(lax.stop_gradient(x), matmul.blocks(side) or {}, matmul.path)
 
 
-def _multiplied(matmul: Matmul, a: Any, b: Any, *encoded: Any) -> Any:
-    """The scaled matmul, given the arrays of both encoded operands."""
-    like = Scaled(0, 0 if matmul.format.block else None, None if matmul.format.name == "mxfp8" else 0)  # type: ignore[arg-type]
+def _multiplied(matmul: Matmul, tree: Any, a: Any, b: Any, *encoded: Any) -> Any:
+    """The scaled matmul, given the arrays of both encoded operands; ``tree``: the structure of one of them."""
     half = len(encoded) // 2
-    return scaled_matmul(
-        matmul, a, b, *(jax.tree.unflatten(jax.tree.structure(like), q) for q in (encoded[:half], encoded[half:]))
-    )
+    return scaled_matmul(matmul, a, b, tree.unflatten(encoded[:half]), tree.unflatten(encoded[half:]))

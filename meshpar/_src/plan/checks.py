@@ -348,26 +348,20 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
 
 def check_blocks(op: Op, spec: Spec, assignment: AxisAssignment) -> None:
     """Raise DivisibilityError if a shard of an array whose blocks have common scales (``in_blocks``) ends within a block."""
-    (value,), sizes = op.outs, assignment.sizes
-    for d, (block, axes) in enumerate(zip(op.eqn.params["blocks"], spec, strict=True)):
-        shards = shard_count(axes, sizes)
-        if value.shape[d] // shards % block:
-            name = assignment.program.dim_name(value, d) or f"dim {d}"
-            over = ", ".join(f"{a}={sizes[a]}" for a in axes)
+    (value,), sizes, path = op.outs, assignment.sizes, op.eqn.params["path"]
+    dims = format_dims(assignment.program.dims(value))
+    for d, (block, axes, n) in enumerate(zip(op.eqn.params["blocks"], spec, value.shape, strict=True)):
+        if (own := n // shard_count(axes, sizes)) % block:
+            name, over = assignment.program.dim_name(value, d) or f"dim {d}", ", ".join(f"{a}={sizes[a]}" for a in axes)
             raise DivisibilityError(
-                f"{op.eqn.params['array']}: blocks of {block} elements of `{name}` have a common scale, and {over} shards its "
-                f"{value.shape[d]} elements into {value.shape[d] // shards}",
-                shape=value.shape,
-                dims=format_dims(assignment.program.dims(value)),
-                dim=name,
-                axis=axes[-1],
-                rule=assignment.rule_text([name], axes[-1]),
-                source=op.location,
-                fixes=[
-                    f"at most {value.shape[d] // block} devices along `{name}`, or a rule for another dim",
-                    'or a format with one scale for each array: mp.train.Precision("float8")',
+                f"an operand or the gradient of a matmul of `{path}`: blocks of {block} elements of `{name}` have a common scale, "
+                f"and {over} shards its {n} elements into {own}",
+                path=path, shape=value.shape, dims=dims, dim=name, axis=axes[-1], rule=assignment.rule_text([name], axes[-1]),
+                source=op.location, fixes=[
+                    f"at most {n // block} devices along `{name}`, or a rule for another dim",
+                    'a format with one scale for each array: mp.train.Precision("float8")',
                 ],
-            )
+            )  # fmt: skip
 
 
 def kernel_rule_text(op: Op, program: Program) -> str:

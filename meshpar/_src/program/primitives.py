@@ -52,26 +52,18 @@ mlir.register_lowering(times_power_p, mlir.lower_fun(_times_power, multiple_resu
 in_blocks_p = Primitive("in_blocks")
 """An identity: along each dim the elements have a common scale in blocks of so many (``blocks``), which no sharding may cut.
 
-``array`` is its name in errors."""
+``path`` is the weight whose matmul reads the array."""
 in_blocks_p.def_impl(_identity)
 in_blocks_p.def_abstract_eval(_identity)
 mlir.register_lowering(in_blocks_p, lambda ctx, x, **_: [x])
 
 
-def _batch_times_power(args, axes):
-    x, scale = (v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(args, axes, strict=True))
-    size = next(v.shape[0] for v, d in zip((x, scale), axes, strict=True) if d is not None)
-    x = x if axes[0] is not None else jnp.broadcast_to(x, (size, *x.shape))
-    scale = scale if axes[1] is not None else jnp.broadcast_to(scale, (size,))
-    return x * lax.broadcast_in_dim(scale, x.shape, (0,)).astype(x.dtype), 0
-
-
-def _batch_in_blocks(args, axes, *, blocks, array):
+def _batch_in_blocks(args, axes, *, blocks, path):
     (x,), (d,) = args, axes
-    return in_blocks_p.bind(x, blocks=(*blocks[:d], 1, *blocks[d:]), array=array), d
+    return in_blocks_p.bind(x, blocks=(*blocks[:d], 1, *blocks[d:]), path=path), d
 
 
-batching.primitive_batchers[times_power_p] = _batch_times_power
+batching.defbroadcasting(times_power_p)
 batching.primitive_batchers[in_blocks_p] = _batch_in_blocks
 
 
