@@ -130,16 +130,17 @@ def test_weights_by_keyword_and_from_the_end():
 # -- matmuls with scales
 
 SCALED = {"params/w": "embed mlp", "params/v": "mlp embed", "x": "batch embed"}
-LAYOUTS = [
-    "batch: data",
-    "batch: data; embed: data",
-    "mlp: data",
-    "embed: data",
-    "batch: data; mlp: model",
-    "batch: data; mlp: model; embed: data",
-    "batch: data+model; embed: data+model",
-    "batch: model; embed: model; mlp: data",
-]
+LAYOUTS = {
+    "batch: data": 2,
+    "batch: data; embed: data": 2,
+    "mlp: data": 1,
+    "embed: data": 1,
+    "batch: data; mlp: model": 2,
+    "batch: data; mlp: model; embed: data": 2,
+    "batch: data+model; embed: data+model": 4,
+    "batch: model; embed: model; mlp: data": 2,
+}
+"""Layout → shards of the batch: ``shard_map`` rounds partial gradients to bfloat16 on each device."""
 
 
 def scaled_case():
@@ -179,13 +180,14 @@ def test_three_steps_equal_the_simulation(name):
 
 @pytest.mark.parametrize(("layout", "name", "lowering"), covering.each(LAYOUTS, list(BLOCK), ["shard_map", "jit"]))
 def test_layouts_equal_the_simulation(layout, name, lowering):
-    """Partial gradients are rounded to bfloat16 on each device."""
     params, x = scaled_case()
     run = mp.jit(sgd(name), mesh=mp.mesh("data=2, model=2"), layout=layout, dims=SCALED, lowering=lowering)
     new = params
     for _ in range(3):
         new = run(new, x)
-    assert difference(jax.tree.map(np.asarray, new), params, trained(name, params, x, 3, 4.0)) < 0.01
+    # XLA's partitioner reduces gradients before they are rounded to bfloat16
+    wanted = trained(name, params, x, 3, 4.0, LAYOUTS[layout] if lowering == "shard_map" else 1)
+    assert difference(jax.tree.map(np.asarray, new), params, wanted) < 1e-3
 
 
 def planned(policy, mesh="data=4", **how):
@@ -249,7 +251,8 @@ def test_shards_and_sizes_are_multiples_of_a_block():
     params, x = scaled_case()
     odd = {"w": params["w"][:, :40], "v": params["v"][:40]}
     with pytest.raises(
-        DivisibilityError, match=r'\[128, 40\] of a matmul of `w` has 128 contracted and 40 other(?s:.)*test_precision.py(?s:.)*keep="w"'
+        DivisibilityError,
+        match=r'\[128, 40\] of a matmul of `w` has 128 contracted and 40 other(?s:.)*test_precision.py(?s:.)*keep="w"',
     ):
         jax.eval_shape(mp.train.Precision("mxfp8")(relu_loss), odd, x)
     jax.eval_shape(mp.train.Precision("float8")(relu_loss), odd, x)

@@ -63,8 +63,8 @@ def rotated(x):
     return np.einsum("bin,ij->bjn", x.reshape(-1, 16, x.shape[1]), matrix).reshape(x.shape).astype(np.float32)
 
 
-def gradients(name, params, x):
-    """Of the mean square of ``relu(x @ w) @ v``."""
+def gradients(name, params, x, shards):
+    """Of the mean square of ``relu(x @ w) @ v``: the sums of the gradients of ``shards`` parts of the batch, in bfloat16 each."""
     b = BLOCK[name]
     w, v = (encoded(name, params[k].astype(ml_dtypes.bfloat16).astype(np.float32), (b, b)) for k in ("w", "v"))
 
@@ -72,10 +72,9 @@ def gradients(name, params, x):
         return (a.astype(np.float64) @ c).astype(np.float32)
 
     def of_weight(x, g):
-        if name == "float8":
-            return product(encoded(name, x, (1, 1)).T, encoded(name, g, (1, 1), True))
         x, g = (rotated(x), rotated(g)) if name == "nvfp4" else (x, g)
-        return product(encoded(name, x, (b, 1)).T, encoded(name, g, (b, 1), True))
+        parts = (np.split(a, shards) for a in (encoded(name, x, (b, 1)), encoded(name, g, (b, 1), True)))
+        return sum(nearest(product(x.T, g), ml_dtypes.bfloat16) for x, g in zip(*parts, strict=True))
 
     h = np.maximum(product(encoded(name, x, (1, b)), w), 0)
     y = product(encoded(name, h, (1, b)), v)
@@ -84,8 +83,9 @@ def gradients(name, params, x):
     return {"w": of_weight(x, gh), "v": of_weight(h, gy)}
 
 
-def trained(name, params, x, steps, rate):
+def trained(name, params, x, steps, rate, shards=1):
+    """The weights after steps of gradient descent."""
     for _ in range(steps):
-        g = gradients(name, params, x)
-        params = {k: p - np.float32(rate) * nearest(g[k], ml_dtypes.bfloat16) for k, p in params.items()}
+        g = gradients(name, params, x, shards)
+        params = {k: p - np.float32(rate) * g[k] for k, p in params.items()}
     return params
