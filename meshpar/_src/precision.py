@@ -108,14 +108,11 @@ class Precision:
         reduce = jnp.dtype(compute if self.reduce is None else self.reduce)
         kept = () if self._format else self._kept(weights)
         leaves, structure = jax.tree.flatten(weights)
-        return structure.unflatten(
-            [
-                x
-                if not jnp.issubdtype(jnp.result_type(x), jnp.floating) or k in kept or not jnp.ndim(x)
-                else _cast(compute, reduce, jnp.asarray(x))
-                for k, x in enumerate(leaves)
-            ]
-        )
+        floating = [bool(jnp.ndim(x)) and jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
+        cast = [
+            _cast(compute, reduce, jnp.asarray(x)) if floating[k] and k not in kept else x for k, x in enumerate(leaves)
+        ]
+        return structure.unflatten(cast)
 
     def _kept(self, weights: Any) -> set[int]:
         """The positions of the leaves that ``keep`` matches.
@@ -165,21 +162,20 @@ class Precision:
                 (kwargs if name in kwargs else args)[name if name in kwargs else argnum] = weights
                 return fn(*args, **kwargs)
 
-            others: tuple[list[Any], dict[str, Any]] = list(args), dict(kwargs)
             weights = kwargs[name] if name in kwargs else args[argnum]
-            call_of = self._scaled if self._format else lambda call, weights, *others: call(self.cast(weights), *others)
-            return call_of(call, weights, *others)
+            if self._format is None:
+                return call(self.cast(weights), list(args), kwargs)
+            return self._scaled(self._format, call, weights, list(args), kwargs)
 
         return run
 
-    def _scaled(self, call: Callable[..., Any], weights: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """``call(converted weights, args, kwargs)`` with scaled matmuls.
+    def _scaled(self, form: ScaledFormat, call: Callable[..., Any], weights: Any, *others: Any) -> Any:
+        """``call(converted weights, *others)`` with scaled matmuls.
 
         Raises:
           UnsupportedError: no matmul is scaled.
         """
-        assert self._format is not None
-        leaves, structure = jax.tree.flatten((self.cast(weights), args, kwargs))
+        leaves, structure = jax.tree.flatten((self.cast(weights), *others))
         paths, kept = [leaf.path for leaf in flatten_named(weights)], self._kept(weights)
         traced = [k for k, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
         arrays = [leaves[k] for k in traced]
@@ -189,9 +185,8 @@ class Precision:
             return call(*structure.unflatten([given.get(k, x) for k, x in enumerate(leaves)]))
 
         closed, shapes = make_jaxpr(flat, *arrays, return_shape=True)
-        of_weights = {i: paths[k] for i, k in enumerate(traced) if k < len(paths)}
-        stay = {i for i, k in enumerate(traced) if k in kept}
-        closed, count = with_scaled_matmuls(closed, self._format, of_weights, stay)
+        weights_at = {i: paths[k] for i, k in enumerate(traced) if k < len(paths) and k not in kept}
+        closed, count = with_scaled_matmuls(closed, form, weights_at)
         if not count:
             raise UnsupportedError(
                 f"mp.train.Precision({self.compute!r}): the function has no matmul of a weight that could be quantized",

@@ -77,10 +77,6 @@ class ScaledFormat:
     gradient: str
     block: int = 1
 
-    @property
-    def four_bits(self) -> bool:
-        return "float4" in self.dtype
-
     def encode(self, x: jax.Array, blocks: Mapping[int, int], path: str, gradient: bool = False) -> Scaled:
         """An array as an operand.
 
@@ -99,19 +95,16 @@ class ScaledFormat:
         inner = [sum(map(len, parts[: d + 1])) - 1 for d, part in enumerate(parts) if len(part) > 1]
         wide = x.astype(jnp.float32).reshape([n for part in parts for n in part])
         largest = jnp.abs(wide).max(inner, keepdims=True)
-        if self.four_bits:
+        if self.name == "nvfp4":
             return _four_bits(wide, largest, gradient)
         exponents = exponent_of(largest, float(jnp.finfo(self.dtype).max))
         return Scaled((wide / power(exponents)).astype(self.dtype), exponents, None)
 
 
 FORMATS = {
-    f.name: f
-    for f in (
-        ScaledFormat("float8", "float8_e4m3fn", "float8_e5m2"),
-        ScaledFormat("mxfp8", "float8_e4m3fn", "float8_e4m3fn", 32),
-        ScaledFormat("nvfp4", "float4_e2m1fn", "float4_e2m1fn", 16),
-    )
+    "float8": ScaledFormat("float8", "float8_e4m3fn", "float8_e5m2"),
+    "mxfp8": ScaledFormat("mxfp8", "float8_e4m3fn", "float8_e4m3fn", 32),
+    "nvfp4": ScaledFormat("nvfp4", "float4_e2m1fn", "float4_e2m1fn", 16),
 }
 """Name → format."""
 
@@ -140,9 +133,8 @@ def _four_bits(x: jax.Array, largest: jax.Array, stochastic: bool) -> Scaled:
     exponent = exponent_of(amax, LARGEST_E2M1 * float(jnp.finfo(jnp.float8_e4m3fn).max))
     scales = (largest / (LARGEST_E2M1 * power(exponent))).astype(jnp.float8_e4m3fn)
     scale = scales.astype(jnp.float32) * power(exponent)
-    inverse = jnp.where(
-        scale == 0, 0.0, 1 / scale
-    )  # compilers may divide by it or multiply by its inverse: the codes differ
+    # one inverse: a quotient may be rounded otherwise by a compiler that multiplies by the inverse, and its code differ
+    inverse = jnp.where(scale == 0, 0.0, 1 / scale)
     size = jnp.minimum(jnp.abs(x) * inverse, LARGEST_E2M1)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     if stochastic:
@@ -251,7 +243,7 @@ def _backward(matmul: Matmul, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     gradients[other] = matmul.cotangent(other, qg, qw)
     if matmul.format.block > 1:
         dims = matmul.free_in_result(other), matmul.free(other)
-        if matmul.format.four_bits:
+        if matmul.format.name == "nvfp4":
             g, x = (_rotated(v, along) for v, along in zip((g, x), dims, strict=True))
         qg, x = matmul.encoded_along(g, dims[0], True), matmul.encoded_along(x, dims[1], False)
     gradients[weight] = matmul.cotangent(weight, qg, x)

@@ -7,7 +7,7 @@ transpose, a sum with a low-rank matrix. A matmul with one operand that is made 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,20 +27,19 @@ Origin = frozenset[int] | None
 
 
 def with_scaled_matmuls(
-    closed: ClosedJaxpr, scaled_format: ScaledFormat, paths: Mapping[int, str], kept: Set[int]
+    closed: ClosedJaxpr, scaled_format: ScaledFormat, paths: Mapping[int, str]
 ) -> tuple[ClosedJaxpr, int]:
     """(a closed jaxpr of which the matmuls of weights are scaled, in its loops, branches and calls as well; their number).
 
     Convolutions, grouped matmuls, matmuls of vectors, and matmuls in custom derivatives, kernels and the user's ``shard_map`` stay.
 
     Args:
-      paths: position of an argument that is a weight → its path.
-      kept: the positions of weights whose matmuls stay.
+      paths: position of an argument that is a weight → its path. Matmuls of other arguments stay.
 
     Raises:
       DivisibilityError: the sizes of a matmul are no multiple of the blocks.
     """
-    rewriter = _Rewriter(scaled_format, paths, kept)
+    rewriter = _Rewriter(scaled_format, paths)
     origins = [frozenset([k]) if k in paths else None for k in range(len(closed.jaxpr.invars))]
     jaxpr, _ = rewriter.rewritten(closed.jaxpr, origins)
     return ClosedJaxpr(jaxpr, closed.consts), rewriter.count
@@ -55,13 +54,13 @@ def _union(origins: Sequence[Origin]) -> Origin:
 class _Rewriter:
     """Rewrites a jaxpr and its bodies; ``count``: the matmuls that it has replaced."""
 
-    def __init__(self, scaled_format: ScaledFormat, paths: Mapping[int, str], kept: Set[int]):
-        self.format, self.paths, self.kept, self.count = scaled_format, paths, kept, 0
+    def __init__(self, scaled_format: ScaledFormat, paths: Mapping[int, str]):
+        self.format, self.paths, self.count = scaled_format, paths, 0
 
     def rewritten(self, jaxpr: Jaxpr, origins: Sequence[Origin]) -> tuple[Jaxpr, list[Origin]]:
         """(the jaxpr with scaled matmuls, the origins of its results), given the origins of its arguments."""
         known: dict[Any, Origin] = dict(zip(jaxpr.invars, origins, strict=True))
-        encoded: dict[Any, list[Atom]] = {}  # (array, blocks) → its atoms: several matmuls read one operand
+        encoded: dict[Any, Scaled] = {}  # of atoms; several matmuls read one operand
         eqns: list[JaxprEqn] = []
 
         def origin(atom: Atom) -> Origin:
@@ -91,9 +90,7 @@ class _Rewriter:
         done = [self.rewritten(*pair) for pair in zip(bodies(eqn), operands_of_bodies(eqn, own), strict=True)]
         last = done if primitive(eqn.primitive.name).family == "cond" else done[-1:]
         results = [_union(each) for each in zip(*(origins for _, origins in last), strict=True)]
-        for i in range(len(carries)):
-            results[i] = None
-        return with_bodies(eqn, [body for body, _ in done]), results
+        return with_bodies(eqn, [body for body, _ in done]), [None] * len(carries) + results[len(carries) :]
 
     def matmul(self, eqn: JaxprEqn, own: Sequence[Origin]) -> Matmul | None:
         """The scaled matmul in place of an equation; None: it stays.
@@ -102,7 +99,7 @@ class _Rewriter:
           DivisibilityError: as above.
         """
         made = [(i, o) for i, o in enumerate(own[:2]) if o]
-        if len(made) != 1 or self.kept & made[0][1]:
+        if len(made) != 1:
             return None
         (weight, weights), avals, out = made[0], tuple(aval_of(v) for v in eqn.invars), aval_of(eqn.outvars[0])
         if not all(jnp.issubdtype(a.dtype, jnp.floating) and a.dtype.itemsize > 1 for a in (*avals, out)):
@@ -130,31 +127,26 @@ class _Rewriter:
         self.count += 1
         return matmul
 
-    def emit(self, eqns: list[JaxprEqn], eqn: JaxprEqn, matmul: Matmul, encoded: dict[Any, list[Atom]]) -> None:
-        """Append the equations of a scaled matmul, which have the results of ``eqn``."""
-        operands: list[Atom] = []
+    def emit(self, eqns: list[JaxprEqn], eqn: JaxprEqn, matmul: Matmul, encoded: dict[Any, Scaled]) -> None:
+        """Append the equations of a scaled matmul, which have the results of ``eqn``; ``encoded``: (array, blocks) → operand."""
+        operands: list[Any] = []
         for side, x in enumerate(eqn.invars):
-            blocks = matmul.blocks(side) or {}
+            blocks = {d: n for d, n in (matmul.blocks(side) or {}).items() if n > 1}
             key = id(x), tuple(sorted(blocks.items()))
             if key not in encoded:
-                encoded[key] = _traced(eqns, eqn, functools.partial(_encoded, matmul, side), [x])
-            operands += encoded[key]
-        tree = jax.tree.structure(jax.eval_shape(functools.partial(_encoded, matmul, 0), matmul.avals[0]))
-        _traced(eqns, eqn, functools.partial(_multiplied, matmul, tree), [*eqn.invars, *operands])
+                encode = functools.partial(_encoded, matmul, blocks)
+                tree = jax.tree.structure(jax.eval_shape(encode, aval_of(x)))
+                encoded[key] = tree.unflatten(_traced(eqns, eqn, encode, x))
+            operands.append(encoded[key])
+        _traced(eqns, eqn, functools.partial(scaled_matmul, matmul), *eqn.invars, *operands)
         eqns[-1] = eqns[-1].replace(outvars=eqn.outvars)
 
 
-def _traced(eqns: list[JaxprEqn], eqn: JaxprEqn, fn: Any, atoms: Sequence[Atom]) -> list[Atom]:
-    """Append the equations of a function of some atoms, at the user's line of ``eqn``; returns its results."""
-    closed = make_generated_jaxpr(fn, *map(aval_of, atoms))
-    return inline(eqns, closed.jaxpr, closed.consts, atoms, source_info=eqn.source_info)
+def _encoded(matmul: Matmul, blocks: Mapping[int, int], x: Any) -> Scaled:
+    return matmul.format.encode(lax.stop_gradient(x), blocks, matmul.path)
 
 
-def _encoded(matmul: Matmul, side: int, x: Any) -> Scaled:
-    return matmul.format.encode(lax.stop_gradient(x), matmul.blocks(side) or {}, matmul.path)
-
-
-def _multiplied(matmul: Matmul, tree: Any, a: Any, b: Any, *encoded: Any) -> Any:
-    """The scaled matmul, given the arrays of both encoded operands; ``tree``: the structure of one of them."""
-    half = len(encoded) // 2
-    return scaled_matmul(matmul, a, b, tree.unflatten(encoded[:half]), tree.unflatten(encoded[half:]))
+def _traced(eqns: list[JaxprEqn], eqn: JaxprEqn, fn: Any, *args: Any) -> list[Atom]:
+    """Append the equations of a function of trees of atoms, at the user's line of ``eqn``; returns its results."""
+    closed = make_generated_jaxpr(fn, *jax.tree.map(aval_of, args))
+    return inline(eqns, closed.jaxpr, closed.consts, jax.tree.leaves(args), source_info=eqn.source_info)
