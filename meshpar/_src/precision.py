@@ -190,11 +190,7 @@ class Precision:
         if not count:
             raise UnsupportedError(
                 f"mp.train.Precision({self.compute!r}): the function has no matmul of a weight that could be quantized",
-                fixes=[
-                    "fewer entries in keep=",
-                    "policy(fn, argnum=…): the position of the weights",
-                    "a dtype: bfloat16",
-                ],
+                fixes=["fewer entries in keep=", "argnum=…, the position of the weights", "a dtype: bfloat16"],
             )
         return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(closed)(*arrays))
 

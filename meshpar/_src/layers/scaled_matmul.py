@@ -261,8 +261,7 @@ SIGNS = np.random.default_rng(2025).choice([-1.0, 1.0], 16)
 def _rotated(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     """Blocks of 16 consecutive elements along some dims, multiplied by an orthogonal matrix; float32."""
     blocks = blocks_along(x.shape, dims, 16) or {}
-    d = next(d for d, n in blocks.items() if n > 1)
-    order = blocks[d]
+    d, order = next((d, n) for d, n in blocks.items() if n > 1)
     matrix = (SIGNS[:order, None] * HADAMARD[:order, :order] / math.sqrt(order)).astype(np.float32)
     split = x.astype(jnp.float32).reshape(*x.shape[:d], -1, order, *x.shape[d + 1 :])
     return jnp.moveaxis(jnp.tensordot(split, matrix, (d + 1, 0)), -1, d + 1).reshape(x.shape)

@@ -70,21 +70,14 @@ def with_notes(plan: Plan) -> Plan:
 
 def _scaled_matmuls(plan: Plan) -> str | None:
     """A note of the matmuls whose operands have scales, and of the dtype in which the chip computes them; None: there are none."""
-    if (chip := plan.chip) is None:
-        return None
-    ops = list(plan.program.root.walk())
+    ops = [] if (chip := plan.chip) is None else list(plan.program.root.walk())
     codes = sum(op.primitive.family == "dot" and "float8" in str(op.eqn.invars[0].aval.dtype) for op in ops)
-    blocks = {max(op.eqn.params["blocks"]) for op in ops if op.name == "in_blocks"}
-    if codes:
-        how = (
-            f"natively on {chip.name}"
-            if chip.float8
-            else f"which {chip.name} emulates: its compiler converts them to bfloat16"
-        )
-        return f"{codes} matmuls of the program multiply float8 operands, {how}"
-    sizes = ", ".join(map(str, sorted(blocks)))
-    text = f"matmuls of operands with scales for blocks of {sizes} are emulated on {chip.name}: codes times scales in bfloat16"
-    return text if blocks else None
+    blocks = {str(max(op.eqn.params["blocks"])) for op in ops if op.name == "in_blocks"}
+    if chip is not None and codes:
+        how = "natively on" if chip.float8 else "converted to bfloat16 by the compiler of"
+        return f"{codes} matmuls of the program multiply float8 operands, {how} {chip.name}"
+    text = "matmuls of operands with scales for blocks of {} are emulated on {}: codes times scales in bfloat16"
+    return text.format(", ".join(sorted(blocks)), chip.name) if chip is not None and blocks else None
 
 
 def _slice_traffic(plan: Plan) -> str | None:
