@@ -7,7 +7,7 @@ from ._src.layers.accumulate import accumulate_gradients, microbatches_for
 from ._src.layers.loss_scale import LossScale, noise_scale
 from ._src.layers.low_bits import MOMENTS, low_bits
 from ._src.layers.offload import offload
-from ._src.layers.precision import Precision
+from ._src.precision import Precision
 
 __all__ = [
     "MOMENTS",
