@@ -218,7 +218,7 @@ def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name
       length: number of layers; by default ``config.layers``.
     """
     if config.remat not in REMAT:
-        near = difflib.get_close_matches(str(config.remat), REMAT)
+        near = difflib.get_close_matches(str(config.remat), REMAT, cutoff=0.4)
         fix = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(REMAT)}"
         raise mp.errors.TargetError(f"there is no remat {config.remat!r}", fixes=[fix])
     # a loop already keeps XLA from merging the two forward passes

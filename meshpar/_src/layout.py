@@ -67,8 +67,9 @@ OTHER_NAMES = {
 }
 """Name of a scheme in other libraries → its name here, for suggestions."""
 OTHER_AXES = {
-    **dict.fromkeys(("dp", "fsdp", "dp_shard"), "data"), "tp": "model", "cp": "context", "ep": "expert", "dp_replicate": BETWEEN_SLICES
-}  # fmt: skip
+    **dict.fromkeys(("dp", "fsdp", "dp_shard"), "data"),
+    **{"tp": "model", "cp": "context", "ep": "expert", "dp_replicate": BETWEEN_SLICES},
+}
 """Name of a mesh axis in other libraries → its name in the known schemes."""
 PIPELINE = "pipeline"
 """Name of the scheme that is combined with the others: ``"fsdp+pipeline"``."""
@@ -306,7 +307,7 @@ class Layout:
         for rule, axis in ((r, a) for r in self.rules for a in r.axes if a not in mesh.shape):
             sizes = mesh_text(mesh.shape)
             fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
-            same = [a for a in mesh.shape if usual_axis(a) == usual_axis(axis)]
+            same = [a for a in mesh.shape if OTHER_AXES.get(a, a) == OTHER_AXES.get(axis, axis)]
             named = replace(rule, axes=tuple(same[0] if a == axis else a for a in rule.axes)) if same else rule
             fixes += [f"write `{named}`"] if same else did_you_mean(axis, mesh.shape, "axes")
             if not same and not near(axis, mesh.shape):
@@ -469,11 +470,6 @@ def divisibility_error(
         rule=str(rule),
         fixes=fixes,
     )
-
-
-def usual_axis(axis: str) -> str:
-    """The name that an axis has in the known schemes: ``data`` for ``dp``."""
-    return OTHER_AXES.get(axis, axis)
 
 
 def _with_axis(sizes: Mapping[str, int], axis: str, factor: int) -> dict[str, int]:

@@ -37,7 +37,7 @@ from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
-from ..layout import BETWEEN_SLICES, characteristic_dims, scheme_name, scheme_text, similar_schemes, usual_axis
+from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
@@ -442,7 +442,7 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
     used = {axis for rule in plan.layout.rules for axis in rule.axes}
-    own = {usual_axis(axis): axis for axis in plan.sizes}
+    own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
     for name, scheme in PRESETS.items():
         layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
         axes = {axis for rule in layout.rules for axis in rule.axes}

@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import math
 import re
 import sys
@@ -31,8 +30,8 @@ from ..flax import flatten_named
 from ..global_arrays import is_key
 from ..units import format_memory
 
-MOST_BYTES, SMALL_BYTES = 2e9, 1e8
-"""Bytes of the arguments of a target: the most for a check, and those with the sizes that its error proposes."""
+MOST_BYTES, SMALL_SIZE = 2e9, 64
+"""Bytes of the arguments of a target that a check runs; the size of a dim that the error for more proposes."""
 _SHAPE = (
     "it returns (step, arguments) or (step, arguments, dims): a function, a tuple of jax.ShapeDtypeStruct trees, "
     "tree-path patterns → dims"
@@ -255,27 +254,16 @@ def concrete(target: Target, ints: int = 8) -> tuple[Any, ...]:
 
 
 def _smaller_sizes(target: Target) -> list[str]:
-    """The fix for a target that is too large: its own sizes, halved, the largest first, until the arguments are small.
+    """The fix for a target that is too large: its own sizes, the largest first.
 
-    These are its arguments that are the size of a dim, and, if it takes arguments of any name, the names of dims in metadata.
+    These are its integer arguments and, if it takes arguments of any name, the dims that Flax metadata names.
     """
-    leaves = [leaf for leaf in flatten_named(target.args) if not is_key(leaf.value)]
-    known = {n: size for n, size in target.options.items() if type(size) is int and size > 1}
-    if target.open_ended:
-        known |= {n: s for leaf in leaves for n, s in zip(leaf.dims or (), leaf.value.shape, strict=False) if n}
-    new = dict(known)
-    by_size = {size: name for name, size in known.items()}
-
-    def total() -> float:
-        """Bytes of the arguments with the new sizes."""
-        shapes = [zip(x.dims or itertools.repeat(None), x.value.shape, strict=False) for x in leaves]
-        counts = [math.prod(new.get(name or by_size.get(n, ""), n) for name, n in shape) for shape in shapes]
-        return sum(count * jnp.dtype(x.value.dtype).itemsize for count, x in zip(counts, leaves, strict=True))
-
-    while total() > SMALL_BYTES and (largest := max(new, key=new.__getitem__, default="")) and new[largest] > 8:
-        new[largest] = 2 ** ((new[largest] - 1).bit_length() - 1)
-    changed = sorted((n for n in new if new[n] < known[n]), key=lambda n: -known[n])
-    return ["smaller sizes, as with --set \"" + ", ".join(f"{n}={new[n]}" for n in changed) + '"'] * (total() <= SMALL_BYTES)
+    known = {name: size for name, size in target.options.items() if type(size) is int}
+    for leaf in flatten_named(target.args) if target.open_ended else ():
+        known |= {name: size for name, size in zip(leaf.dims or (), np.shape(leaf.value), strict=False) if name}
+    large = sorted((name for name in known if known[name] > SMALL_SIZE), key=lambda name: -known[name])
+    sizes = ", ".join(f"{name}={SMALL_SIZE}" for name in large)
+    return [f'smaller sizes: --set "{sizes}"'] * bool(large)
 
 
 def has_drawn_integers(target: Target) -> bool:

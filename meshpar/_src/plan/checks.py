@@ -122,10 +122,15 @@ def _inferred_names(program: Program, dim: str) -> list[str]:
     """The fix for an unknown dim if names are inferred: the names that there are, and the one that is probably meant."""
     unifier, sizes = program.unifier, defaultdict[str, dict[str, None]](dict)
     for v in program.inputs:
-        for node, size, vote in zip(v.nodes, v.shape, program.inferred.get(v.path or "", ()), strict=False):
+        votes = program.inferred.get(v.path or "", ())
+        separate = any(vote and vote.name == "head_dim" for vote in votes)
+        for node, size, vote in zip(v.nodes, v.shape, votes, strict=False):
             if vote is not None:
-                parts = unifier.atoms(node) if vote.name in HEADS else []  # heads and head_dim in one dim
-                sizes[vote.name][" × ".join(str(unifier.size[n]) for n in parts) or str(size)] = None
+                width = 1 if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
+                text = (
+                    f"{size}" if width in (1, size) else f"{size // width} × {width}"
+                )  # heads and head_dim in one dim
+                sizes[vote.name][text] = None
     meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
     shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
     return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []

@@ -12,9 +12,9 @@ from .ir import Program, Value
 def patterns_of(program: Program) -> dict[str, str]:
     """The inferred names of a program as tree-path patterns → dims, as ``dims=`` takes them.
 
-    Each array has the shortest pattern whose matches all have its dims; optimizer state whose path has the end of the pattern, as its
-    parameter has, may match as well: ``*/n*`` of ``n1`` and ``n2`` must not match ``opt/nu/up``. Patterns begin with ``*/`` where they can, so that they fit the initializer of the state too, whose results have
-    no name of an argument.
+    Each array has the shortest pattern whose matches all have its dims. Optimizer state may match as well if its path has the end
+    that the pattern has, as the path of its parameter: ``*/n*``, of weights ``n1`` and ``n2``, must not match ``opt/nu/up``.
+    Patterns begin with ``*/`` where they can, so that they fit the initializer of the state too, whose results have no name of an argument.
     """
     texts = {path: " ".join(vote.name if vote else "_" for vote in dims) for path, dims in program.inferred.items()}
     others = [v for v in program.inputs if v.path not in texts]  # optimizer state, scalars, equal paths
@@ -40,7 +40,7 @@ def patterns_of(program: Program) -> dict[str, str]:
 def _is_state(value: Value, pattern: str) -> bool:
     """Whether a value is optimizer state of a parameter whose path ends as ``pattern``; it may be a part of a quantized array."""
     path = (value.path or "").removesuffix(".codes").removesuffix(".scales")
-    return value.kind == "opt" and pattern in (*_ends(path), *_ends(path, numbers=True))
+    return value.kind == "opt" and value.shape != () and pattern in (*_ends(path), *_ends(path, numbers=True))
 
 
 def _ends(path: str, numbers: bool = False) -> list[str]:

@@ -65,22 +65,22 @@ def memory_hints(plan: Plan) -> list[str]:
     fits; where it does not fit, rules for unused axes, other rules, rematerialization and microbatches."""
     hints = [donation_hint(plan)]
     if fits(plan) is False:
-        state, idle = _state_hint(plan), _idle_hints(plan)
-        hints = [state, *hints] if state else [*idle, *hints, None if idle else _rule_hint(plan), _activations_hint(plan)]
+        if state := _state_hint(plan):
+            return [state, *filter(None, hints)]
+        idle = _idle_hints(plan)
+        hints = [*idle, *hints, None if idle else _rule_hint(plan), _activations_hint(plan)]
     return [hint for hint in hints if hint]
 
 
 def _idle_hints(plan: Plan) -> list[str]:
-    """For each axis that no rule uses, rules for the batch and for dims of tensor parallelism that would use it, each with the memory
-    of its plan."""
+    """For each axis that no rule uses, rules for the batch and for dims of tensor parallelism, each with the memory of its plan."""
     sizes = {dim: size for h in plan.inputs for dim, size in zip(h.dims, h.shape, strict=True) if dim}
     rules = {rule.dim: rule.axes for rule in plan.requested_layout.rules if rule.scope is None}
     hints = []
     for axis in idle_axes(plan):
         over = (*rules.get("batch", ()), axis)
         tensor = [d for d in TENSOR_DIMS if d in sizes and d not in rules and sizes[d] % plan.sizes[axis] == 0]
-        texts = [f"batch: {'+'.join(over)}"] * ("batch" in sizes and sizes["batch"] % shard_count(over, plan.sizes) == 0)
-        texts += [f"{', '.join(tensor)}: {axis}"] * bool(tensor)
+        texts = [f"batch: {'+'.join(over)}"] * ("batch" in sizes) + [f"{', '.join(tensor)}: {axis}"] * bool(tensor)
         edits = []
         for text in texts:
             with contextlib.suppress(MeshparError):
