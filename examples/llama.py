@@ -10,6 +10,7 @@ cast before use, so they are gathered, and their gradients reduced, in bfloat16.
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 from collections.abc import Callable
@@ -260,7 +261,9 @@ def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name
       length: number of layers; by default ``config.layers``.
     """
     if config.remat not in REMAT:
-        raise ValueError(f"there is no remat {config.remat!r}; there are {', '.join(REMAT)}")
+        near = difflib.get_close_matches(str(config.remat), REMAT, cutoff=0.4)
+        fix = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(REMAT)}"
+        raise mp.errors.TargetError(f"there is no remat {config.remat!r}", fixes=[fix])
     # a loop already keeps XLA from merging the two forward passes
     layer = nn.remat(layer, prevent_cse=False, policy=REMAT[config.remat])
     loop = nn.scan(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import cast
 
@@ -15,7 +15,7 @@ from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
 from ..layout import SCHEMES, Layout, Spec, divisibility_error
-from ..program.guessed_names import inferred_names
+from ..program.guessed_names import HEADS
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
@@ -34,8 +34,8 @@ RELATED = {
     "kv_heads": ("heads",),
     "vocab": ("classes", "embed"),
     "seq": ("height",),
-    "experts": ("mlp",),
-    "expert": ("experts",),
+    "expert": ("mlp",),
+    "experts": ("expert",),
     "channels": ("embed", "mlp"),
 }
 """Dims of the known schemes → other inferred names of a dim that may be meant, the likeliest first."""
@@ -121,9 +121,19 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
 
 def _inferred_names(program: Program, dim: str) -> list[str]:
     """The fix for an unknown dim if names are inferred: the names that there are, and the one that is probably meant."""
-    sizes = {name: size for name, dims in inferred_names(program).items() for size, _ in dims[:1]}
+    unifier, sizes = program.unifier, defaultdict[str, dict[str, None]](dict)
+    for v in program.inputs:
+        votes = program.inferred.get(v.path or "", ())
+        separate = any(vote and vote.name == "head_dim" for vote in votes)
+        for node, size, vote in zip(v.nodes, v.shape, votes, strict=False):
+            if vote is not None:
+                width = 1 if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
+                text = (
+                    f"{size}" if width in (1, size) else f"{size // width} × {width}"
+                )  # heads and head_dim in one dim
+                sizes[vote.name][text] = None
     meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
-    shown = ", ".join(f"{name} ({size})" for name, size in sizes.items())
+    shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
     return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
 
 
@@ -338,7 +348,8 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
         n for v in results for n, dim in zip(v.shape, program.dims(v), strict=True) if dim == annotation[i]
     )
     raise divisibility_error(
-        path=value.path or "an input", shape=value.shape, dims=format_dims(annotation),
+        path=value.path or "an input", shape=value.shape,
+        dims=format_dims(annotation) + " (inferred; dims= gives other names)" * (value.path in program.traced.inferred),
         dim=str(annotation[i]), size=value.shape[i], rule=rule, sizes=assignment.sizes,
         dtype=value.aval.dtype,
         optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
