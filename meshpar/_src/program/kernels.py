@@ -70,6 +70,8 @@ class KernelSend:
       route: of a permute: to the ``next`` device of a ring; ``both`` if another one runs in the other direction meanwhile;
         ``mirror``: to the device A - 1 - i.
       hidden: FLOPs of the kernel that are computed meanwhile.
+      recomputed: a backward pass that recomputes the kernel makes it too; False: only results of the kernel depend on it.
+      transpose: the op of its gradient in such a pass, ``""`` for none; None: the transpose of ``op``, for integers none.
     """
 
     op: str
@@ -81,6 +83,8 @@ class KernelSend:
     axes: tuple[str, ...] | None = None
     route: str = "next"
     hidden: float = 0.0
+    recomputed: bool = True
+    transpose: str | None = None
 
     def over(self, parts: ShardCounts) -> tuple[str, ...]:
         """The mesh axes that it runs over."""

@@ -41,7 +41,7 @@ class MoEAux(NamedTuple):
 
 @dataclass(frozen=True)
 class MoEExecution:
-    """How :func:`moe` runs on devices. No result depends on it.
+    """How :func:`moe` runs on devices. No result depends on it, except for the rounding of "float8".
 
     Attributes:
       strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes
@@ -51,7 +51,12 @@ class MoEExecution:
         "pallas_gpu", kernels also route (with "top_k", "switch" and "deepseek_v3"), copy rows and sum them.
       exchange: how "a2a" sends rows, as in ``meshpar_kernels.expert_dispatch``: None and "padded": full buffers, by XLA; "pallas",
         "pallas_tpu", "pallas_gpu": only the rows in use, by a kernel (H must be a multiple of 128), which is opt-in because it
-        was not measured on an accelerator.
+        was not measured on an accelerator. "float8", also for "ring": rows, and in the backward pass their cotangents, as
+        float8_e4m3fn with a float32 scale for each 128 elements, as DeepSeek-V3 (2024, section 3.3) sends tokens; gradients are
+        straight-through.
+      overlap: 1, 2 or 4: the tokens of a device are exchanged in so many parts, so that the exchange of one part can run while the
+        experts compute another. Each part has its own buffers of ``slack`` times its balanced load; capacity and drops are those
+        of the router, over all tokens.
 
     Example:
       >>> ring = mp.layers.MoEExecution(strategy="ring", slack=1.5)
@@ -62,6 +67,7 @@ class MoEExecution:
     slack: float = 1.25
     implementation: str | None = None
     exchange: str | None = None
+    overlap: int = 1
 
 
 @default_promotion()
