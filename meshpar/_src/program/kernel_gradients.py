@@ -320,7 +320,8 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
         assert kernel.sends is not None
         forward = list(kernel.sends(avals[:n], parts))
         floats = [s for s in forward if (_inexact(s) if s.transpose is None else s.transpose)]
-        return [*(s for s in forward if s.recomputed), *(_transposed(s, parts) for s in floats)]
+        both = [*(s for s in forward if s.recomputed), *(_transposed(s, parts) for s in floats)]
+        return sorted(both, key=lambda s: s.hidden > 0)  # the hidden ones last, next to the kernel in a timeline
 
     def works(avals: Sequence[jax.ShapeDtypeStruct], parts: ShardCounts) -> KernelWork:
         assert kernel.works is not None

@@ -145,7 +145,7 @@ class Exchange:
 
     @property
     def rows_sent(self) -> int:
-        """Rows that "a2a" sends to each other device for a part: a full buffer, or, by a kernel, the rows in use of a balanced load."""
+        """Rows of a part that "a2a" sends to each other device: a full buffer, or, by a kernel, the rows of a balanced load."""
         rows, _ = STRATEGIES["a2a"].buffer(self)
         return (
             min(math.ceil(self.part * self.rate / (self.devices * self.parts)), rows) if self.only_rows_in_use else rows

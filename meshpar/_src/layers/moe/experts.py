@@ -152,7 +152,7 @@ def _local(
         return expert_combine(y, d, implementation=copies), d.most
 
     def one_round(first, targets, x, weight, *matrices):
-        """``one_part`` of all parts of the tokens: no part waits for another, so that one is exchanged while another is computed."""
+        """``one_part`` of all parts: none waits for another, so that one is exchanged while experts compute another."""
         parts = zip(targets, _split(x, chosen.overlap), _split(weight, chosen.overlap), strict=True)
         sums, needed = zip(*(one_part(first, *part, *matrices) for part in parts), strict=True)
         return (jnp.concatenate(sums), functools.reduce(jnp.maximum, needed)) if sums[1:] else (sums[0], needed[0])
@@ -293,34 +293,36 @@ def _sends(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, **optio
         op: str, shape: tuple[int, int], why: str, hidden: float, transpose: str | None = None, **how: Any
     ) -> None:
         """Rows of x's dtype, or codes and their scales; ``transpose``: of an op of codes."""
-        how["hidden"] = hidden
+        part_of = "" if n == 1 else f", part {part + 1} of {n}"
+        why = f"{why}{part_of}{', while experts compute another part' * (hidden > 0)}"
         if options.get("exchange") != "float8":
-            return send(op, shape, x.dtype, f"{why}{more}", **how)
+            send(op, shape, x.dtype, f"{why}{more}", hidden=hidden, **how)
+            return
         scales = (shape[0] * -(-embed // CODE_BLOCK),)
-        send(op, shape, jnp.int8, f"{why}, as codes of 8 bits{more}", transpose=transpose or op, **how)
-        send(op, scales, jnp.float32, "the scales of the codes", transpose=transpose, **{**how, "hidden": 0.0})
+        send(op, shape, jnp.int8, f"{why}, as codes of 8 bits{more}", hidden=hidden, transpose=transpose or op, **how)
+        send(op, scales, jnp.float32, "the scales of the codes", transpose=transpose, **how)
 
     for part in range(n if chosen.way.moves_tokens else 0):
         # the exchange of the first part and the return of the last one have nothing to compute meanwhile
-        first, last = ("", "") if n == 1 else (f", of part {part + 1} of {n}",) * 2
         into, back = during * (part > 0), during * (part < n - 1)
         if chosen.strategy == "a2a":
             moved = chosen.devices * chosen.rows_sent, embed
             counts = (math.prod(matrices[0].shape[:-2]) * chosen.devices,)
             used = ", of a balanced load: only rows in use are sent" if chosen.rows_sent < chosen.rows else ""
-            move("all-to-all", moved, f"tokens to the devices of their experts{used}{first}", into)
+            move("all-to-all", moved, f"tokens to the devices of their experts{used}", into)
             send("all-to-all", counts, jnp.int32, "how many to which expert")
             send("all-to-all", (chosen.devices * chosen.rows,), weight.dtype, "their weights")
-            move("all-to-all", moved, f"results back to the tokens{used}{last}", back, recomputed=False)
+            move("all-to-all", moved, f"results back to the tokens{used}", back, recomputed=False)
         else:
-            move("all-gather", (tokens, embed), f"all tokens to every device{first}", into, "all-to-all")
+            move("all-gather", (tokens, embed), "all tokens to every device", into, "all-to-all")
             send("all-gather", (tokens, k), jnp.int32, "their experts")
             send("all-gather", (tokens, k), weight.dtype, "their weights")
-            result, why = (chosen.devices * tokens, embed), f"results back to the tokens{last}"
+            result, why = (chosen.devices * tokens, embed), "results back to the tokens"
             if options.get("exchange") == "float8":
                 move("all-to-all", result, why, back, "all-gather", recomputed=False)
             else:
                 move("reduce-scatter", result, why, back, recomputed=False)
+    out.sort(key=lambda s: s.hidden > 0)  # the hidden ones last, next to the kernel in a timeline
     if chosen.strategy == "dense":
         for m in matrices:
             send("all-gather", m.shape, m.dtype, "the experts' weights, since they are smaller than the tokens")
