@@ -337,6 +337,7 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
         f"{kernel.name} backward",
         permutation_partial=True,
         works=kernel.works and works,
+        forms=tuple(recomputing_backward(form, floats, float_outs) for form in kernel.forms),
     )
 
 

@@ -209,6 +209,7 @@ class Kernel:
       sends, works: collectives, FLOPs and memory of the local form; None: not declared.
       name: in reports.
       permutation_partial: see :class:`rules.rule.OpRule`.
+      forms: other kernels of the same rule and results; a plan chooses one by the exposed seconds of its collectives.
       memo: results of functions that are :func:`cached`: gradients.
     """
 
@@ -219,6 +220,7 @@ class Kernel:
     name: str
     permutation_partial: bool = False
     works: KernelWorks | None = None
+    forms: tuple[Kernel, ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -311,6 +313,8 @@ class Kernel:
                 ]
 
             r.sends = listed
+            others = [form.op_rule(shapes, out_shapes, dtypes).sends for form in self.forms]
+            r.forms = tuple(filter(None, others))
         return r
 
     def work(
@@ -371,8 +375,9 @@ class Kernel:
             return KernelWork(flops, size * each.memory, back)
 
         return Kernel(
-            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None
-        )
+            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None,
+            tuple(form.batched(where) for form in self.forms),
+        )  # fmt: skip
 
 
 def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tuple[list[Any], list[int]]:

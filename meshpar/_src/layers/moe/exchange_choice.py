@@ -43,7 +43,8 @@ class Exchange:
       distinct: the experts of a token are known to differ.
       exchange: one of :data:`EXCHANGES`; None: "padded".
       strategy: a key of :data:`STRATEGIES`; None: :func:`choose_exchange` chooses it.
-      overlap: number of parts of a device's tokens, each exchanged on its own; 1 after :func:`choose_exchange` if no token moves.
+      overlap: number of parts of a device's tokens, each exchanged on its own. :func:`choose_exchange` sets its largest factor
+        that divides the tokens, and 1 if no token moves.
     """
 
     token_axes: Sequence[str]
@@ -70,7 +71,9 @@ class Exchange:
                 "leave exchange out for the default",
             )
         if self.overlap not in OVERLAPS:
-            raise refused(f"overlap must be one of {', '.join(map(str, OVERLAPS))}, got {self.overlap!r}", "overlap=2")
+            raise refused(
+                f"overlap must be one of {', '.join(map(str, OVERLAPS))}, got {self.overlap!r}", 'overlap="auto"'
+            )
         if self.slack < 1:
             raise refused(
                 f"slack={self.slack} must be at least 1, which is room for a balanced load",
@@ -199,8 +202,8 @@ def choose_exchange(problem: Exchange) -> Exchange:
     first in :data:`STRATEGIES`).
 
     Raises:
-      MeshparError: an unknown strategy, or "dense" where the order of the mesh axes does not allow it; parts or blocks of codes
-        that do not divide the tokens.
+      MeshparError: an unknown strategy, or "dense" where the order of the mesh axes does not allow it; blocks of codes that do not
+        divide a token.
     """
     named, strategy = [name for name in STRATEGIES if name != "local"], problem.strategy
     if strategy is not None and strategy not in named:
@@ -219,15 +222,10 @@ def choose_exchange(problem: Exchange) -> Exchange:
         possible = [name for name in named if name != "dense" or problem.can_gather_experts]
         strategy = min(possible, key=lambda name: STRATEGIES[name].cost(problem))
     moves = STRATEGIES[strategy].moves_tokens
-    if moves and problem.tokens % problem.overlap:
-        raise refused(
-            f"overlap={problem.overlap} does not divide the {problem.tokens} tokens of a device",
-            "a batch that it divides, or overlap=1",
-        )
     if moves and problem.exchange == "float8" and problem.embed > CODE_BLOCK and problem.embed % CODE_BLOCK:
         raise refused(
             f'exchange="float8" has a scale for each {CODE_BLOCK} elements of a token, which do not divide its '
             f"{problem.embed} elements",
             f"a multiple of {CODE_BLOCK}, or leave exchange out",
         )
-    return replace(problem, strategy=strategy, overlap=problem.overlap if moves else 1)
+    return replace(problem, strategy=strategy, overlap=math.gcd(problem.overlap, problem.tokens) if moves else 1)

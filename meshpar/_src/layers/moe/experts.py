@@ -24,7 +24,7 @@ from meshpar_kernels.grouped_matmul.activations import activate
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, ShardCounts
-from .exchange_choice import Exchange, choose_exchange
+from .exchange_choice import OVERLAPS, Exchange, choose_exchange
 
 
 def run_experts(
@@ -72,7 +72,7 @@ def _op(token_dims: int, expert_dims: int, gated: bool) -> Callable[..., jax.Arr
     def moe_experts(*args, **options):
         return local(*args, axes={}, **options)
 
-    return kernel_rule(text, local=local, sends=sends, works=works)(moe_experts)
+    return kernel_rule(text, local=local, sends=sends, works=works, choices={"overlap": OVERLAPS})(moe_experts)
 
 
 def _exchange(

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,10 @@ class MoEExecution:
         was not measured on an accelerator. "float8", also for "ring": rows, and in the backward pass their cotangents, as
         float8_e4m3fn with a float32 scale for each 128 elements, as DeepSeek-V3 (2024, section 3.3) sends tokens; gradients are
         straight-through.
-      overlap: 1, 2 or 4: the tokens of a device are exchanged in so many parts, so that the exchange of one part can run while the
-        experts compute another. Each part has its own buffers of ``slack`` times its balanced load; capacity and drops are those
-        of the router, over all tokens.
+      overlap: 1, 2 or 4: the tokens of a device are exchanged in so many parts (or a factor of it that divides them), so that one
+        part can be exchanged while the experts compute another. Each part has its own buffers of ``slack`` times its balanced load;
+        capacity and drops are the router's, over all tokens. "auto": the plan chooses the number, for the forward and the backward
+        pass, by the seconds in which nothing is computed; 1 where the chip is not known.
 
     Example:
       >>> ring = mp.layers.MoEExecution(strategy="ring", slack=1.5)
@@ -67,7 +68,7 @@ class MoEExecution:
     slack: float = 1.25
     implementation: str | None = None
     exchange: str | None = None
-    overlap: int = 1
+    overlap: int | Literal["auto"] = 1
 
 
 @default_promotion()
