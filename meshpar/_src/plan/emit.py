@@ -169,7 +169,7 @@ class Emitter:
         """
         rule, axes, chip = op.factor_rule, decision.axes or (), self.records.chip
         others = range(1, 1 + len(rule.forms) * (chip is not None))
-        sends = [decision.sends, *(local_form_sends(op, decision.operands, axes, self.sizes, k) for k in others)]
+        sends = [decision.sends, *(local_form_sends(op, decision.operands, list(axes), self.sizes, k) for k in others)]
         forms = [self.records.local_form(op, tuple(s), axes, self.causes, self.count) for s in sends]
         least = 0.0 if chip is None else chip.compiler.min_gain_seconds
         exposed = [k * least + math.fsum((c.seconds or 0.0) - c.hidden for c in sent) for k, sent in enumerate(forms)]
