@@ -84,7 +84,7 @@ GROUPS: tuple[OptionGroup, ...] = (
         when=frozenset({"all-to-all"}),
         frees=frozenset({"all-to-all"}),
         why="by default all-to-alls are synchronous on this chip",
-        measured="libtpu 0.0.42.1, v5p:4x4x4 and v6e:8x8, two parts of tokens, each sent, multiplied by two matrices and sent back: "
+        measured="libtpu 0.0.42.1, v5p:4x4x4 and v6e:8x8, two parts of tokens, each sent, multiplied twice, and sent back: "
         "without it (v5p) four synchronous all-to-alls; with it the exchange of the second part runs during the matmuls of the "
         "first one, and the return of the first part during the matmuls of the second one",
     ),

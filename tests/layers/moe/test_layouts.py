@@ -288,7 +288,7 @@ def test_the_plan_knows_what_is_sent(mesh):
 
 
 def test_the_plan_chooses_the_number_of_parts():
-    """A layer with the experts of DeepSeek-V3 on 64 chips: as many parts as the experts' matmuls can hide, more where links are fast."""
+    """With the experts of DeepSeek-V3 on 64 chips: as many parts as their matmuls can hide, more where links are fast."""
     wide = {"kernel": (7168, 256), "gate": (256, 7168, 2048), "up": (256, 7168, 2048), "down": (256, 2048, 7168)}
     p, x = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "bfloat16"), (wide, (64, 3800, 7168)), is_leaf=_is_shape)
     how = {"mesh": "data=64", "layout": "batch: data; expert: data", "dims": ONE_DIMS, "lowering": "shard_map"}
