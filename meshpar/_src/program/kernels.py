@@ -70,6 +70,8 @@ class KernelSend:
       route: of a permute: to the ``next`` device of a ring; ``both`` if another one runs in the other direction meanwhile;
         ``mirror``: to the device A - 1 - i.
       hidden: FLOPs of the kernel that are computed meanwhile.
+      recomputed: a backward pass that recomputes the kernel makes it too; False: only results of the kernel depend on it.
+      transpose: the op of its gradient in such a pass, ``""`` for none; None: the transpose of ``op``, for integers none.
     """
 
     op: str
@@ -81,6 +83,8 @@ class KernelSend:
     axes: tuple[str, ...] | None = None
     route: str = "next"
     hidden: float = 0.0
+    recomputed: bool = True
+    transpose: str | None = None
 
     def over(self, parts: ShardCounts) -> tuple[str, ...]:
         """The mesh axes that it runs over."""
@@ -205,6 +209,7 @@ class Kernel:
       sends, works: collectives, FLOPs and memory of the local form; None: not declared.
       name: in reports.
       permutation_partial: see :class:`rules.rule.OpRule`.
+      forms: other kernels of the same rule and results; a plan chooses one by the exposed seconds of its collectives.
       memo: results of functions that are :func:`cached`: gradients.
     """
 
@@ -215,6 +220,7 @@ class Kernel:
     name: str
     permutation_partial: bool = False
     works: KernelWorks | None = None
+    forms: tuple[Kernel, ...] = ()
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -307,6 +313,8 @@ class Kernel:
                 ]
 
             r.sends = listed
+            others = [form.op_rule(shapes, out_shapes, dtypes).sends for form in self.forms]
+            r.forms = tuple(filter(None, others))
         return r
 
     def work(
@@ -367,8 +375,9 @@ class Kernel:
             return KernelWork(flops, size * each.memory, back)
 
         return Kernel(
-            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None
-        )
+            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None,
+            tuple(form.batched(where) for form in self.forms),
+        )  # fmt: skip
 
 
 def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tuple[list[Any], list[int]]:
