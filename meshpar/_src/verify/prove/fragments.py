@@ -77,7 +77,7 @@ def moved(x: Rel, by: str) -> None:
 
 def besides(x: Rel, d: int) -> tuple[Any, ...]:
     """The relation, except one dim."""
-    return x.term, x.partial, x.kind, x.spec[:d], x.spec[d + 1 :], x.shape[:d], x.shape[d + 1 :]
+    return x.term, x.partial, x.kind, x.origin, x.spec[:d], x.spec[d + 1 :], x.shape[:d], x.shape[d + 1 :]
 
 
 def joined(ctx: Context, *axes: Iterable[str]) -> tuple[str, ...]:

@@ -88,6 +88,11 @@ class Proof:
         return prove_program(jax.make_jaxpr(fn)(*args), jax.make_jaxpr(program)(*args))
 
     @property
+    def errors(self) -> tuple[Cause, ...]:
+        """The causes that are exceptions in lemmas: defects of the checker, and no proof."""
+        return tuple(c for c in self.failed if c.error)
+
+    @property
     def proven(self) -> bool:
         """Whether all results are proven."""
         return all(r.status == "proven" for r in self.results)
@@ -133,7 +138,9 @@ class Proof:
                 else f"{self.claims} claims of the plan hold"
             )
             lines.append(f"  {text}: collectives, shardings of arguments and results")
-        lines += [f"  not proven: {c}" + f", {n} times" * (n > 1) for c, n in list(self.failed.items())[:MAX_CAUSES]]
+        lines += [f"  {c}" for c in self.errors]
+        causes = [(c, n) for c, n in self.failed.items() if not c.error]
+        lines += [f"  not proven: {c}" + f", {n} times" * (n > 1) for c, n in causes[:MAX_CAUSES]]
         if self.planned is not None:
             proven = sum(r.status == "proven" for r in self.planned.results)
             lines.append(f"  of the program after meshpar's rewrites: {proven} of {len(self.results)} results")

@@ -138,7 +138,9 @@ class Terms:
             return self.scale(x.args[0], inner * by)
         number = number_of(x)
         if number is not None and is_float(x.dtype) and math.isfinite(number):
-            return self.literal(float(Fraction(number) * by), x.dtype, len(x.shape))
+            value = Fraction(number) * by
+            if abs(value) < 1 << 1023:
+                return self.literal(float(value), x.dtype, len(x.shape))
         return x if by == 1 or number == 0 else self.make("scale", by, (x,), x.shape, x.dtype)
 
     def add(self, x: Term, y: Term) -> Term:
@@ -194,10 +196,11 @@ def frozen(value: Any) -> Any:
         return tuple(map(frozen, value))
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray):
-        return value.shape, str(value.dtype), value.tobytes()
+    if hasattr(value, "__array__"):
+        x = np.asarray(value)
+        return x.shape, str(x.dtype), x.tobytes()
     try:
         hash(value)
     except TypeError:
-        return repr(value)
+        return "object", id(value)
     return value

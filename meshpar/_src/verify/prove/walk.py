@@ -87,23 +87,22 @@ class Walk:
             )
             out = fn(self.ctx, eqn, [r if keep else as_sum(r) for r in rels if isinstance(r, Rel)])
             for r, var in zip(out, eqn.outvars, strict=True):
-                assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
-                for n, size, axes in zip(r.shape, r.term.shape, r.spec, strict=True):
-                    assert size == 1 or isinstance(axes, Fragments) or n * self.ctx.size(axes) == size, (name, r)
+                self.check(r, aval_of(var))
         except Unverified as e:
             return [self.unknown(eqn, str(e), e.refused, rels)] * len(eqn.outvars)
-        except (
-            ArithmeticError,
-            AssertionError,
-            IndexError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ) as e:  # of a lemma: nothing is known
-            return [self.unknown(eqn, f"the lemma fails: {e!r}"[:200], rels=rels)] * len(eqn.outvars)
+        except Exception as e:  # of a lemma: nothing is known, and the report says so
+            return [self.unknown(eqn, f"{e!r}"[:200], rels=rels, error=True)] * len(eqn.outvars)
         self.ctx.note(out)
         self.count(eqn, family_of(fn))
         return list(out)
+
+    def check(self, r: Rel, aval: Any) -> None:
+        """Require that a relation fits to the shape and dtype of a value."""
+        incomplete = any(isinstance(axes, Fragments) and axes.origin is not None for axes in r.spec)
+        fits = r.shape == tuple(aval.shape) and (incomplete or r.term.dtype == str(aval.dtype))
+        for n, size, axes in zip(r.shape, r.term.shape, r.spec, strict=True):
+            fits &= size == 1 or isinstance(axes, Fragments) or n * self.ctx.size(axes) == size
+        assert fits, (r, aval)
 
     def count(self, eqn: JaxprEqn, family: str) -> None:
         if self.counting and not self.ctx.written:
@@ -111,13 +110,15 @@ class Walk:
             if family == "kernel":
                 self.kernels[str(eqn.params["name"]).removeprefix(LOCAL_FORM)] += 1
 
-    def unknown(self, eqn: JaxprEqn, reason: str, refused: bool = False, rels: Sequence[Known] = ()) -> Cause:
+    def unknown(
+        self, eqn: JaxprEqn, reason: str, refused: bool = False, rels: Sequence[Known] = (), error: bool = False
+    ) -> Cause:
         """Record an equation that no lemma proves. It is refused only if its operands are values of the function as it was written:
         others are perhaps blocks of values that are not in this form."""
         terms, written = [r.term for r in rels if isinstance(r, Rel) and r.term.op != "literal"], self.ctx.written
         refused = refused and not written and all(map(self.ctx.terms.is_known, terms))
         reason = f"of the function as written: {reason}" if written else reason
-        cause = Cause(eqn.primitive.name, source_line(eqn), reason, refused)
+        cause = Cause(eqn.primitive.name, source_line(eqn), reason, refused, error)
         if self.counting:
             self.failed[cause] += 1
         return cause

@@ -82,6 +82,7 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
         sizes = (*x.term.shape[:d], shape[d], *x.term.shape[d + 1 :])
         return replace(x, term=ctx.terms.make("devices", (axes, d), (x.term,), sizes, x.term.dtype), shape=shape)
     if x.term.shape[d] == 1:
+        require(not set(axes) & x.sharded, "an all-gather along a dim of a constant, of blocks")
         return replace(x, shape=shape)
     have = x.spec[d]
     others = {a for k, s in enumerate(x.spec) if k != d for a in s} & set(axes)
@@ -123,7 +124,6 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     shape[j] *= n
     full = gathered(ctx, x, axes, j, tuple(shape))
     require(full.term.op != "devices", "an all-to-all of values that depend on the device")
-    require(full.term.shape[j] != 1 or not set(axes) & full.varying, "an all-to-all of a constant")
     shape[i] //= n
     return [blocks(full, axes, i, tuple(shape))]
 

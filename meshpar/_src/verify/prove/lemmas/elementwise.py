@@ -14,7 +14,7 @@ from ..device_values import axes_of, evaluate, leaves, resolved
 from ..fragments import Fragments, added, constant_of, has_fragments, masked_fragments, moved
 from ..laws import act, not_partial, one_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
-from ..term import Term, frozen, is_float, is_zero, number_of
+from ..term import Term, frozen, is_float, is_zero
 from .table import Lemma, lemma
 
 POINTWISE = (
@@ -69,7 +69,12 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     name = eqn.primitive.name
     if out_dtype(eqn) == "bool" and name in ("or", "and"):
         return applied(ctx, eqn, rels, partial_of(rels, name, "max" if name == "or" else "min"))
-    if name == "ne" and rels[0] == rels[1] and rels[0].kind in ("max", "min"):  # isnan
+    if (
+        name == "ne"
+        and rels[0].kind in ("max", "min")
+        and rels[0].term is rels[1].term
+        and rels[0].source == rels[1].source
+    ):  # isnan
         return applied(ctx, eqn, rels, replace(rels[0], kind=rels[0].kind + "*"))
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, name))
@@ -135,9 +140,8 @@ def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
 def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """(Σ x) y = Σ (x y), of which at most one is partial. A product with a number is a scale."""
     for x, y in (rels, rels[::-1]):
-        number = number_of(x.term)
-        if number is not None and np.isfinite(number) and not isinstance(number, bool):
-            return scaled(ctx, y, Fraction(number))
+        if x.number is not None and np.isfinite(x.number) and not isinstance(x.number, bool):
+            return scaled(ctx, y, Fraction(x.number))
     return applied(ctx, eqn, rels, one_partial(rels, "a product"))
 
 
@@ -161,9 +165,9 @@ def neg(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 def div(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """(Σ x) / y = Σ (x / y). A quotient by a number is a scale, for floats."""
     x, y = rels
-    number, inexact = number_of(y.term), is_inexact(out_dtype(eqn))
-    if inexact and number and np.isfinite(number):
-        return scaled(ctx, x, 1 / Fraction(number))
+    inexact = is_inexact(out_dtype(eqn))
+    if inexact and y.number and np.isfinite(y.number):
+        return scaled(ctx, x, 1 / Fraction(y.number))
     require(not x.partial or (inexact and x.kind == "sum"), "a quotient of partial integers", refused=True)
     not_partial([y], "a quotient")
     return applied(ctx, eqn, rels, x if x.partial else None)

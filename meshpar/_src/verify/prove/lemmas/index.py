@@ -16,7 +16,7 @@ from ..device_values import Rows, axes_of, evaluate, leaves, owned
 from ..fragments import picked, updated
 from ..laws import ALL, act, axes_text, not_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
-from ..term import Term, frozen, is_zero, number_of
+from ..term import Term, frozen, is_zero
 from .shape import sliced
 from .table import lemma
 
@@ -28,15 +28,15 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
     x, *starts = rels
     not_partial(starts, "an index")
     for d, (start, n) in enumerate(zip(starts, eqn.params["slice_sizes"], strict=True)):
-        number, shape = number_of(start.term), x.resized(d, n)
+        shape = x.resized(d, n)
         if n == x.shape[d] or x.term.shape[d] == 1:
             x = replace(x, shape=shape)
-        elif number is not None:
-            x = sliced(ctx, x, d, min(max(int(number), 0), x.shape[d] - n), n)
+        elif start.number is not None:
+            x = sliced(ctx, x, d, min(max(int(start.number), 0), x.shape[d] - n), n)
         elif not leaves(start.term):
-            starts, axes = starts_of(ctx, start, x.shape[d] - n)
+            at, axes = starts_of(ctx, start, x.shape[d] - n)
             require(not set(axes) & x.partial, "fragments, over axes along which the value is partial", refused=True)
-            x = picked(ctx, x, d, starts[:, None] + np.arange(n), axes)
+            x = picked(ctx, x, d, at[:, None] + np.arange(n), axes)
         else:
             aval = ShapeDtypeStruct(shape, x.term.dtype)
             ins, partial = [range(len(shape)), ()], x if x.partial else None
@@ -96,7 +96,8 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     batching = dict(zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True))
     rank = len(out_shape(eqn))
     *ins, out = labels_of(len(x.shape), n.collapsed_slice_dims, batching, n.offset_dims, rank)
-    unsharded = {"vector", *n.start_index_map, *(d for d, m in enumerate(sizes) if m != x.shape[d])}
+    unsharded = {"vector", *n.start_index_map, *n.collapsed_slice_dims}
+    unsharded |= {d for d, m in enumerate(sizes) if m != x.shape[d]}
     best = extremum_of_blocks(ctx, x, index, ins[0], out)
     if best is not None:
         return [replace(best, shape=out_shape(eqn))]

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
 from ..laws import ALL, act, axes_text, not_partial
-from ..relation import Context, Rel, Unverified, require
+from ..relation import Context, Rel, require
 from .table import LOCAL_FORM, lemma
 
 
@@ -17,8 +17,8 @@ from .table import LOCAL_FORM, lemma
 def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A kernel of the function as it was written: one term for each result."""
     require(not ctx.sizes, "a kernel within a per-device program")
-    rels = [ctx.expanded(r, ALL[: len(r.shape)]) for r in rels]
-    found = ctx.kernels.setdefault((eqn.params["kernel"].name, *(r.term.number for r in rels)), eqn)
+    rels, own = [ctx.expanded(r, ALL[: len(r.shape)]) for r in rels], eqn.params["kernel"]
+    found = ctx.kernels.setdefault((own.name, *(r.term.number for r in rels)), {}).setdefault(id(own), eqn)
     return act(ctx, eqn, rels, unsharded=ALL, params=id(found))
 
 
@@ -29,9 +29,10 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     name = str(eqn.params["name"]).removeprefix(LOCAL_FORM)
     not_partial(rels, f"kernel {name}")
     rels = [ctx.expanded(r, [d for d, axes in enumerate(r.spec) if not axes]) for r in rels]
-    written = ctx.kernels.get((name, *(r.term.number for r in rels)))
-    if written is None:
-        raise Unverified(f"a kernel {name} that the function as written does not have, of these operands")
+    found = list(ctx.kernels.get((name, *(r.term.number for r in rels)), {}).values())
+    require(bool(found), f"a kernel {name} that the function as written does not have, of these operands")
+    require(len(found) == 1, f"one of several kernels {name} of these operands")
+    (written,) = found
     own: Any = written.params["kernel"]
     ins, outs = ([aval_of(v) for v in vs] for vs in (written.invars, written.outvars))
     notation, sizes = own.notation, own.sizes([a.shape for a in ins], [a.shape for a in outs])
