@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
@@ -60,11 +61,14 @@ class Walk:
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Known]) -> list[Known]:
         """The relations of the results of a jaxpr, from the relations of its arguments."""
-        terms, replicated = self.ctx.terms, self.ctx.replicated
-        known = [replicated(terms.array(c), getattr(c, "shape", ())) for c in consts]
-        return interpret(
-            jaxpr, known, args, self.equation, lambda x: replicated(terms.literal(x.val, aval_of(x).dtype), ())
-        )
+        known = [self.constant(c) for c in consts]
+        return interpret(jaxpr, known, args, self.equation, lambda x: self.constant(x.val, aval_of(x).dtype))
+
+    def constant(self, value: Any, dtype: Any = None) -> Rel:
+        """The relation of a constant, which all devices have."""
+        x = np.asarray(value)
+        term = self.ctx.terms.array(x) if x.shape else self.ctx.terms.literal(x, dtype or x.dtype)
+        return self.ctx.replicated(term, x.shape)
 
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
