@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .relation import Context, Rel, Unverified, require
-from .term import Term, is_zero, number_of
+from .term import Term, constant, is_zero, number_of
 
 MAX_VALUES = 1 << 25
 """Evaluated elements; a larger table is not verified."""
@@ -74,13 +74,6 @@ def leaves(*terms: Term) -> list[Term]:
     ]
 
 
-def constant(term: Term) -> np.ndarray:
-    """The elements of a term ``array``."""
-    params: Any = term.params
-    shape, data = params
-    return np.frombuffer(data, term.dtype).reshape(shape)
-
-
 def evaluate(
     ctx: Context, axes: Sequence[str], terms: Sequence[Term], leaf: Term | None = None, values: Any = (0,)
 ) -> list[np.ndarray]:
@@ -119,11 +112,17 @@ def axes_of(ctx: Context, term: Term) -> tuple[str, ...]:
     return tuple(a for a in ctx.sizes if a in term.axes)
 
 
+def orders(axes: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Some of the axes, in any order."""
+    axes = tuple(axes)
+    return itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1))
+
+
 def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) -> tuple[tuple[str, ...], int] | None:
     """(some of the axes, base) so that the offset of each device is ``base`` plus ``step`` times its index along the axes; None if
     there are none."""
     at, base = ctx.coordinates(axes), int(offsets.min())
-    for order in itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1)):
+    for order in orders(axes):
         if (offsets == base + step * ctx.linear(order, at)).all():
             return order, base
     return None
@@ -142,17 +141,20 @@ def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:
 
 
 def global_iota(ctx: Context, rel: Rel, _: Sequence[Rel]) -> Rel | None:
-    """iota(n) + n k, on the device k, is its block of iota(n K)."""
-    dims, found = [d for d, n in enumerate(rel.term.shape) if n != 1], leaves(rel.term)
-    if len(dims) != 1 or len(found) != 1 or found[0].op != "iota" or rel.spec[dims[0]] or rel.term.dtype == "bool":
+    """iota(n) + n k, on the device k, is its block of iota(n K); one element is, if the function as written has this iota."""
+    one, found = rel.shape == (1,), leaves(rel.term)
+    dims = [0] if one else [d for d, n in enumerate(rel.term.shape) if n != 1]
+    if len(dims) != 1 or [t.op for t in found] != ["iota"] * (not one) or rel.spec[dims[0]] or rel.term.dtype == "bool":
         return None
     (d,), n, axes = dims, rel.shape[dims[0]], axes_of(ctx, rel.term)
-    (values,) = evaluate(ctx, axes, [rel.term], found[0], np.arange(n))
+    (values,) = evaluate(ctx, axes, [rel.term], *found, values=np.arange(n))
     order, base = order_of(ctx, axes, values[:, 0], n) or ((), -1)
     if base or not (values == values[:, :1] + np.arange(n)).all():
         return None
     shape = tuple(n * ctx.size(order) if k == d else 1 for k in range(len(rel.shape)))
     term = ctx.terms.make("iota", None, (), shape, rel.term.dtype)
+    if one and not ctx.terms.is_known(term):
+        return None
     return replace(rel, term=term, spec=tuple(order if k == d else () for k in range(len(shape))))
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from .device_values import order_of
+from .device_values import order_of, orders
 from .relation import Context, Rel, require
 
 ALL = -1
@@ -22,7 +22,7 @@ MAX_BITS = 62
 Fill = tuple[str, Any]
 """Op and params of a number, or of ``empty``."""
 OF_FRAGMENTS = frozenset(
-    "slice split dynamic_slice dynamic_update_slice concatenate pad transpose ppermute all_gather dot_general conv_general_dilated "
+    "slice split gather dynamic_slice dynamic_update_slice concatenate pad transpose ppermute all_gather dot_general conv_general_dilated "
     "reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split()
 )
 """Primitives whose lemmas take operands in fragments, besides elementwise ops."""
@@ -147,12 +147,19 @@ def made(
         consecutive = origin is None and n > 0 and (np.diff(index, axis=1) == 1).all()
         if consecutive and (index == index[:1]).all():
             order = ()
-            if n != total:
-                sizes = (*term.shape[:d], n, *term.shape[d + 1 :])
-                term = ctx.terms.make("slice", (d, int(index[0, 0]), 1), (term,), sizes, term.dtype)
+            term = ctx.terms.take(term, d, index[0])
         elif consecutive:
             found = order_of(ctx, axes, index[:, 0], n)
             order = found[0] if found is not None and not found[1] and n * ctx.size(found[0]) == total else None
+        if order is None and origin is None:
+            for some in orders(axes):  # a block of the elements in another order, which the function as written has
+                block = np.broadcast_to(np.asarray(ctx.linear(some, ctx.coordinates(axes))), (len(table),))
+                every = np.zeros((ctx.size(some), n), np.int64)
+                every[block] = index
+                wanted = ctx.terms.take(term, d, every.ravel())
+                if (every[block] == index).all() and ctx.terms.is_known(wanted):
+                    term, order = wanted, some
+                    break
     require(order is not None or total != 1, "fragments of one element")  # which would be a constant
     data = np.ascontiguousarray(table, np.int64).tobytes()
     spec = Fragments(axes, data, len(table), fill, origin) if order is None else order

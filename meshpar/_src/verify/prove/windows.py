@@ -6,13 +6,13 @@ written: the same elements in the same order, and outside of the array the value
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from .device_values import orders
 from .fragments import Fragments, joined, made, table_of
 from .relation import Context, Rel, require
 from .term import Term
@@ -80,7 +80,7 @@ def block_of_windows(
     axes, (n, m) = joined(ctx, x.spec[d]), local.shape
     found = on_devices(ctx, x, d, axes, local, neutral)
     taps = np.arange(m)[None] if taps is None else taps
-    for order in itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1)):
+    for order in orders(axes):
         first = np.broadcast_to(n * np.asarray(ctx.linear(order, ctx.coordinates(axes))), (len(found),))
         if n * ctx.size(order) == len(full):
             wanted = full[first[:, None, None] + np.arange(n)[:, None], taps[:, None]]

@@ -89,7 +89,7 @@ def linear(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if eqn.primitive.name != "sub":
         for x, y in (rels, rels[::-1]):
             if is_zero(x.term) and y.shape == out_shape(eqn) and (y.term.axes | y.partial or has_fragments(y)):
-                return [y]
+                return [resolved(ctx, y, rels)]
         both = added(ctx, *rels)
         if both is not None:
             complete = both.term.dtype != out_dtype(eqn) and not any(

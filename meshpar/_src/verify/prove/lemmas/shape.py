@@ -119,12 +119,19 @@ def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1) -> Rel:
     """Elements of one dim; of a block, fragments."""
-    shape, sizes = x.resized(d, size), (*x.term.shape[:d], size, *x.term.shape[d + 1 :])
+    shape, at = x.resized(d, size), start + stride * np.arange(size)
     if x.term.shape[d] == 1 or (size == x.shape[d] and stride == 1):
         return replace(x, shape=shape)
-    if x.spec[d]:
-        return picked(ctx, x, d, start + stride * np.arange(size))
-    return x.of(ctx.terms.make("slice", (d, start, stride), (x.term,), sizes, x.term.dtype), shape, x.spec)
+    return picked(ctx, x, d, at) if x.spec[d] else x.of(ctx.terms.take(x.term, d, at), shape, x.spec)
+
+
+@lemma("rearrange")
+def rearrange(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """The elements of a table along a dim, which is given as arithmetic progressions."""
+    (x,), d = rels, int(eqn.params["dimension"])
+    at = np.concatenate([first + step * np.arange(n) for first, step, n in eqn.params["runs"]])
+    require(x.term.shape[d] != 1 and bool((at >= 0).all()), "a table with zeros, or of a constant")
+    return [x.of(ctx.terms.take(x.term, d, at), x.resized(d, len(at)), x.spec)] if not x.spec[d] else [picked(ctx, x, d, at)]
 
 
 @lemma("slice")
@@ -166,7 +173,9 @@ def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if fragments is not None:
         return [fragments]
     widths, partial = tuple(r.shape[d] for r in rels), partial_of(rels, "values side by side")
-    return act(ctx, eqn, rels, unsharded=[d], params=(d, widths), partial=partial, op="concatenate")
+    complete = all(r.term.shape[d] == n for r, n in zip(rels, widths, strict=True))
+    term = ctx.terms.side_by_side([r.term for r in rels], d) if complete else None
+    return act(ctx, eqn, rels, unsharded=[d], params=(d, widths), partial=partial, op="concatenate", term=term)
 
 
 @lemma("pad")
