@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -107,6 +107,11 @@ def labels_of(
     return [array, [*batch, "vector"], [next(kept) if o in windows else next(rest) for o in range(size)]]
 
 
+def moving(indexed: Sequence[int], parts: Container[int], mode: str) -> set[int]:
+    """The indexed dims along which windows may begin at several elements: an index that is clipped is 0 for a complete dim."""
+    return {d for d in indexed if d in parts or "CLIP" not in mode}
+
+
 @lemma("gather")
 def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Dims that are complete in each slice, and dims of the indices, are carried along; indexed dims are not sharded.
@@ -124,8 +129,8 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     batching = dict(zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True))
     rank = len(out_shape(eqn))
     *ins, out = labels_of(len(x.shape), n.collapsed_slice_dims, batching, n.offset_dims, rank)
-    unsharded = {"vector", *n.start_index_map, *n.collapsed_slice_dims}
-    unsharded |= {d for d, m in enumerate(sizes) if m != x.shape[d]}
+    parts = {d for d, m in enumerate(sizes) if m != x.shape[d]}
+    unsharded = {"vector", *n.collapsed_slice_dims, *parts, *moving(n.start_index_map, parts, str(p["mode"]))}
     best = extremum_of_blocks(ctx, x, index, ins[0], out)
     if best is not None:
         return [replace(best, shape=out_shape(eqn))]
@@ -211,7 +216,8 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     batching = dict(zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True))
     ins = labels_of(len(x.shape), n.inserted_window_dims, batching, n.update_window_dims, len(update.shape))
     parts = {d for d, m in zip(ins[2], update.shape, strict=True) if d in ALL and m != x.shape[d]}
-    unsharded = {"vector", *n.inserted_window_dims, *n.scatter_dims_to_operand_dims, *parts}
+    indexed = n.scatter_dims_to_operand_dims
+    unsharded = {"vector", *n.inserted_window_dims, *parts, *moving(indexed, {*parts, *n.inserted_window_dims}, mode)}
     local = index.term
 
     def at(local: Term, mode: str) -> Rel:
