@@ -85,11 +85,12 @@ class Walk:
                 return [unknown] * len(eqn.outvars)
             if fn is None:
                 raise Unverified("no lemma")
-            keep, fragments = name == "bitcast_convert_type", any(has_fragments(r) for r in rels if isinstance(r, Rel))
+            moves = name == "bitcast_convert_type" or (len(rels) == 1 and family_of(fn) == "shape")  # also -0.0
+            fragments = any(has_fragments(r) for r in rels if isinstance(r, Rel))
             require(
                 not fragments or name in OF_FRAGMENTS or fn.__module__.endswith("elementwise"), "no lemma for fragments"
             )
-            out = fn(self.ctx, eqn, [r if keep else as_sum(r) for r in rels if isinstance(r, Rel)])
+            out = fn(self.ctx, eqn, [r if moves else as_sum(r) for r in rels if isinstance(r, Rel)])
             for r, var in zip(out, eqn.outvars, strict=True):
                 self.check(r, aval_of(var))
         except Unverified as e:
