@@ -94,6 +94,15 @@ def test_a_fault_in_a_transformer_that_is_proven_changes_nothing():
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
+def test_a_pipeline_of_two_rounds_is_proven_against_its_rewritten_program():
+    step, args, dims = llama.tiny(layers=8, microbatches=4, embed=16, mlp=16, heads=2, kv_heads=2, vocab=16, seq=4)
+    where = {"mesh": mp.mesh("stage=4, data=2"), "layout": "batch, embed: data; vocab: stage; layers: stage*2"}
+    proof = mp.plan(step, *args, dims=dims, lowering="shard_map", **where).prove()
+    assert proof.status == "not verified"
+    assert (proof.planned.status, proof.planned.share) == ("proven", 1.0)
+
+
 def test_a_proof_of_a_plan_whose_program_xla_partitions_is_an_error():
     plan = mlp("batch: data").replan(lowering="jit")
     with pytest.raises(mp.errors.UnsupportedError, match="XLA partitions"):

@@ -12,6 +12,7 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar._src.program.primitives import add_row_p
 from meshpar._src.verify.prove import prove_program
 from meshpar_kernels._choose import OUTLINE
 from meshpar_kernels.collective_matmul.dots import Dot
@@ -126,6 +127,16 @@ def broken_ring(x, w, steps=4, shift=0, twice=False):
     return total
 
 
+def rolled(x, n=1):
+    """The rows that are ``n`` before the device's own."""
+    rows = (np.arange(8).reshape(4, 2) - n) % 8
+    return gather(x).at[jnp.asarray(rows)[lax.axis_index("data")]].get(mode="clip", wrap_negative_indices=False)
+
+
+def add_row(total, row, index, where):
+    return add_row_p.bind(total, row, index, where, late=False)
+
+
 SLOTS = np.array([3, 15, 0, 9], np.int32)
 psum = functools.partial(lax.psum, axis_name="data")
 gather = functools.partial(lax.all_gather, axis_name="data", tiled=True)
@@ -199,6 +210,15 @@ CASES = {
         [(8, 4), (4, 8), (8, 4), (4, 8)], P(),
     ),
     "ring of a sum": (lambda x, w: x.T @ w, broken_ring, [P("data"), P()], P(), [(8, 3), (8, 5)], P("data")),
+    "a roll": (lambda x: jnp.concatenate([x[7:], x[:7]]), rolled, [P("data")], P("data"), [(8, 3)], P()),
+    "a roll by a block": (
+        lambda x: jnp.concatenate([x[6:], x[:6]]), lambda x: send(x, [*UP, (3, 0)]), [P("data")], P("data"), [(8, 3)], P(),
+    ),
+    "rows that are added": (
+        lambda total, row, x: add_row(total, row, jnp.argmax(x, 1), x[:, 0] < 9),
+        lambda total, row, x: add_row(total, row, jnp.argmax(x, 1), x[:, 0] < 9),
+        [P(None, "data"), P("data"), P("data")], P(None, "data"), [(3, 4, 2), (4, 2), (4, 3)], P("data"),
+    ),
     "scan": (scan_of, lambda x, w: scan_of(x, w, psum), [P(None, "data"), P("data")], P(), [(5, 8), (8, 6)], P("data")),
 }  # fmt: skip
 WRONG = {
@@ -237,6 +257,12 @@ WRONG = {
         lambda x, w: broken_ring(x, w, twice=True),
     ],
     "ring of a scatter": [lambda x, w, y, v: scattered(x, w, y, v * 2), lambda x, w, y, v: scattered(x, w, x, w)],
+    "a roll": [lambda x: rolled(x, 2), lambda x: rolled(x, -1)],
+    "a roll by a block": [lambda x: send(x, DOWN), lambda x: send(x, UP)],
+    "rows that are added": [
+        lambda total, row, x: add_row(total, row, jnp.argmax(x, 1), x[:, 0] > 9),
+        lambda total, row, x: add_row(total, row, (jnp.argmax(x, 1) + 1) % 3, x[:, 0] < 9),
+    ],
     "slots of a cache": [
         lambda x, new: written_to(x, new, 1),
         lambda x, new: written_to(x, new, np.arange(4, dtype=np.int32)),
@@ -472,6 +498,16 @@ EDGES = {
     ),
     "a sum over blocks and one over all": (
         lambda x, w: x.T @ w, added_twice, [P("data"), P(None, "model")], P(None, "model"), [(8, 3), (8, 4)],
+    ),
+    "a clipped index": (
+        lambda x, at: lax.dynamic_slice_in_dim(x, at[0], 2, 0),
+        lambda x, at: lax.dynamic_slice_in_dim(x, jnp.minimum(at[0], 3), 2, 0),
+        [P(), P()], P(), [(8, 3), np.array([5], np.int32)],
+    ),
+    "an index that is clamped to fewer elements": (
+        lambda x, at: lax.dynamic_slice_in_dim(x, at[0], 2, 0),
+        lambda x, at: lax.dynamic_slice_in_dim(x, lax.clamp(0, at[0], 3), 2, 0),
+        [P(), P()], P(), [(8, 3), np.array([5], np.int32)],
     ),
     "another kernel of the same name": (two_kernels, two_kernels, [P("data")], P("data"), [(8, 4)]),
     "-0.0 in a constant": (lambda x: x / jnp.zeros(4), lambda x: x / np.array([0.0, -0.0] * 2, np.float32), [P()], P(), [(4,)]),

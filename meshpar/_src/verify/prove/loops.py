@@ -121,7 +121,7 @@ def starts_as(init: Rel, guess: Rel) -> bool:
 
 
 def placed_by_size(ctx: Context, r: Rel, carry: Term) -> Rel | None:
-    """An initial value, sharded along dims where it is constant by the sizes of the carry; None if these allow several shardings."""
+    """An initial value, sharded by the sizes of the carry where it is constant; None if these allow several shardings."""
     specs = {}
     for d, (n, size, total) in enumerate(zip(r.shape, r.term.shape, carry.shape, strict=True)):
         if size == 1 != total:

@@ -147,7 +147,7 @@ class Terms:
             return self.make("slice", (dim, int(table[0]), int(steps[0]) if n > 1 else 1), (x,), shape, x.dtype)
         return self.make("take", (dim, table.tobytes()), (x,), shape, x.dtype)
 
-    def side_by_side(self, terms: Sequence[Term], dim: int) -> Term | None:
+    def concatenate_slices(self, terms: Sequence[Term], dim: int) -> Term | None:
         """The elements of slices of one array along a dim, one slice after the other; None: they are of several arrays."""
         own: list[Any] = [t.params for t in terms]
         bases = {t.args[0] if t.op in ("slice", "take") and p[0] == dim else t for t, p in zip(terms, own, strict=True)}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..fragments import Fragments, gathered_fragments, sent
+from ..fragments import Fragments, gather_fragments, permute_fragments
 from ..laws import axes_text
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
@@ -88,7 +88,7 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
     others = {a for k, s in enumerate(x.spec) if k != d for a in s} & set(axes)
     require(not others, f"an all-gather over {axes_text(others)}, over which another dim is sharded", refused=True)
     if isinstance(have, Fragments):
-        return gathered_fragments(ctx, x, axes, d)
+        return gather_fragments(ctx, x, axes, d)
     fits = have[len(have) - len(axes) :] == axes
     require(fits, f"an all-gather over {axes} of dim {d}, which is sharded over {have}", refused=True)
     spec = tuple(s[: len(s) - len(axes)] if k == d else s for k, s in enumerate(x.spec))
@@ -138,7 +138,7 @@ def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     require(not x.partial & set(axes), "a permutation of a partial value")
     require(not x.term.axes & set(axes), "a permutation of values that depend on the device")
     alike = not x.sharded & set(axes) and bool((sources >= 0).all())
-    return [x if alike else sent(ctx, x, axes, sources)]
+    return [x if alike else permute_fragments(ctx, x, axes, sources)]
 
 
 @lemma("axis_index")

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from ..device_values import Rows, axes_of, evaluate, leaves, owned
-from ..fragments import has_fragments, picked, updated
+from ..fragments import has_fragments, take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from ..term import Term, constant, frozen, is_zero, number_of
@@ -36,7 +36,7 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
         elif not leaves(start.term):
             at, axes = starts_of(ctx, start, x.shape[d] - n)
             require(not set(axes) & x.partial, "fragments, over axes along which the value is partial", refused=True)
-            x = picked(ctx, x, d, at[:, None] + np.arange(n), axes)
+            x = take_positions(ctx, x, d, at[:, None] + np.arange(n), axes)
         else:
             aval = ShapeDtypeStruct(shape, x.term.dtype)
             ins, partial = [range(len(shape)), ()], x if x.partial else None
@@ -72,7 +72,7 @@ def dynamic_update_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> li
     dims = [d for d in range(len(x.shape)) if x.shape[d] != update.shape[d]]
     if len(dims) == 1 and (x.spec[dims[0]] or update.spec[dims[0]] or starts[dims[0]].term.axes):
         (d,) = dims
-        return [updated(ctx, x, update, d, *starts_of(ctx, starts[d], x.shape[d] - update.shape[d]))]
+        return [update_fragments(ctx, x, update, d, *starts_of(ctx, starts[d], x.shape[d] - update.shape[d]))]
     partial = partial_of([x, update], "an update")
     at = [unclamped(starts[d], x.shape[d] - update.shape[d]) for d in dims]
     return act(ctx, eqn, [x, update, *at], unsharded=dims, params=tuple(dims), partial=partial)
@@ -162,12 +162,16 @@ def rows_at(ctx: Context, eqn: JaxprEqn, x: Rel, index: Rel) -> Rel | None:
     if index.term.op != "array" or len(index.shape) != 2 or len(n.start_index_map) != 1 or index.spec[1]:
         return None
     (d,) = n.start_index_map
-    rows = n.collapsed_slice_dims == (d,) and n.offset_dims == tuple(k for k in dims if k != d) and not n.operand_batching_dims
+    rows = (
+        n.collapsed_slice_dims == (d,)
+        and n.offset_dims == tuple(k for k in dims if k != d)
+        and not n.operand_batching_dims
+    )
     at = constant(index.term).astype(np.int64).reshape(-1, index.shape[0])
     inside = bool(((at >= 0) & (at < x.shape[d])).all())
     if not rows or not inside or x.term.shape[d] == 1 or out_shape(eqn) != x.resized(d, at.shape[1]):
         return None
-    return picked(ctx, x, d, at, index.spec[0]) if index.spec[0] else None
+    return take_positions(ctx, x, d, at, index.spec[0]) if index.spec[0] else None
 
 
 def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], out: Sequence[Any]) -> Rel | None:
