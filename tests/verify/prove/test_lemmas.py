@@ -509,6 +509,11 @@ EDGES = {
         lambda x, at: lax.dynamic_slice_in_dim(x, lax.clamp(0, at[0], 3), 2, 0),
         [P(), P()], P(), [(8, 3), np.array([5], np.int32)],
     ),
+    "a permutation by the names of axes in another order": (
+        lambda x: jnp.concatenate([x[7:], x[:7]]),
+        lambda x: lax.ppermute(x, ("model", "data"), [(k, (k + 1) % 8) for k in range(8)]),
+        [P(("model", "data"))], P(("model", "data")), [(8, 4)],
+    ),
     "another kernel of the same name": (two_kernels, two_kernels, [P("data")], P("data"), [(8, 4)]),
     "-0.0 in a constant": (lambda x: x / jnp.zeros(4), lambda x: x / np.array([0.0, -0.0] * 2, np.float32), [P()], P(), [(4,)]),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..fragments import Fragments, gather_fragments, permute_fragments
+from ..fragments import Fragments, gather_fragments, in_mesh_order, permute_fragments
 from ..laws import axes_text
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
@@ -130,8 +130,11 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @lemma("ppermute")
 def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Each device gets the value of another one, or zeros: other blocks or fragments of the same value."""
-    (x,), axes = rels, axes_of(eqn, ctx)
+    """Each device gets the value of another one, or zeros: other blocks or fragments of the same value.
+
+    JAX numbers the devices in the order of the mesh, whatever the order of the names.
+    """
+    (x,), axes = rels, in_mesh_order(ctx, axes_of(eqn, ctx))
     sources = np.full(ctx.size(axes), -1)
     for source, target in eqn.params["perm"]:
         sources[target] = source
