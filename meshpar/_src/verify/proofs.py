@@ -9,6 +9,7 @@ from ...errors import UnsupportedError
 from ..compat.jax import abstract_array, axes_of_spec, make_generated_jaxpr, on_host
 from ..lower import lower_to_shard_map
 from ..plan.plan import Plan
+from ..rules.spmd import Grid
 from .prove import DECOMPOSED, Claims, Proof, prove_program
 
 
@@ -43,4 +44,5 @@ def claims_of(plan: Plan) -> Claims:
     arguments, results = (
         [(h.path, axes_of_spec(h.spec, len(h.shape))) for h in hs] for hs in (plan.inputs, plan.outputs)
     )
-    return Claims(sends, arguments, results, plan.sizes)
+    factors = Grid(plan.sizes, plan.torus).fine
+    return Claims(sends, arguments, results, plan.sizes, {name: a for a, names in factors.items() for name in names})

@@ -37,12 +37,14 @@ class Claims:
         iterations is not known counts once.
       arguments, results: their paths and the axes of their dims.
       sizes: of the mesh axes.
+      axes: axis of the mesh of the program → axis of the plan's mesh, of which it is a factor.
     """
 
     sends: Mapping[tuple[str, frozenset[str]], float]
     arguments: Sequence[tuple[str, Spec]]
     results: Sequence[tuple[str, Spec]]
     sizes: Mapping[str, int]
+    axes: Mapping[str, str]
 
 
 def equations(jaxpr: Jaxpr, times: int = 1, kernel: bool = False) -> Iterator[tuple[JaxprEqn, int]]:
@@ -68,7 +70,6 @@ def differences(
     if not maps:
         return [("shard_map", "a program without a shard_map")]
     sizes = {str(a): int(n) for a, n in dict(maps[0].params["mesh"].shape).items()}
-    coarse = {a: a if a in claims.sizes else a.rstrip("'").rsplit(".", 1)[0].rstrip("'") for a in sizes}
     out = []
     sent: dict[frozenset[str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for eqn, times in equations(maps[0].params["jaxpr"]):
@@ -76,7 +77,7 @@ def differences(
         names: Any = p.get("axes", p.get("axis_name"))
         axes = [a for a in (names if isinstance(names, tuple) else (names,)) if sizes.get(a, 1) > 1]
         if kind and axes:
-            sent[frozenset(coarse[a] for a in axes)][kind] += times * _bytes(
+            sent[frozenset(claims.axes[a] for a in axes)][kind] += times * _bytes(
                 eqn, kind, math.prod(sizes[a] for a in axes)
             )
     claimed: dict[frozenset[str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -93,7 +94,7 @@ def differences(
                 what = f"{kind or 'collectives'} over {', '.join(sorted(axes))}"
                 out.append((what, f"sends {have[kind]:,.0f} bytes; the plan says {want[kind]:,.0f}"))
     for what, wanted, found in specs:
-        have = {tuple(tuple(dict.fromkeys(coarse[a] for a in axes)) for axes in spec) for spec in found}
+        have = {tuple(tuple(dict.fromkeys(claims.axes[a] for a in axes)) for axes in spec) for spec in found}
         want = tuple(tuple(a for a in axes if claims.sizes[a] > 1) for axes in wanted)
         if have and want not in have:
             out.append((what, f"is sharded over {have.pop()}; the plan says {want}"))

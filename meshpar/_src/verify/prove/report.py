@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
-
-import jax
+from typing import Literal
 
 from .relation import Cause
 
@@ -65,27 +63,6 @@ class Proof:
     seconds: float
     claims: int | None = None
     planned: Proof | None = None
-
-    @staticmethod
-    def of(fn: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Proof:
-        """The proof that a program with a ``jax.shard_map`` of your own computes what a function does.
-
-        Args:
-          fn: the function, of global arrays.
-          program: of the same arguments; its ``shard_map`` is what every device runs.
-          *args: arrays or ``jax.ShapeDtypeStruct``.
-
-        Example:
-          >>> import jax, meshpar as mp
-          >>> from jax.sharding import PartitionSpec as P
-          >>> local = lambda x: jax.lax.psum(x.sum(), "data")
-          >>> own = jax.shard_map(local, mesh=mp.mesh("data=8"), in_specs=P("data"), out_specs=P())
-          >>> mp.types.Proof.of(lambda x: x.sum(), own, jax.ShapeDtypeStruct((64,), "float32")).status
-          'proven'
-        """
-        from . import prove_program  # the package, whose result this class is
-
-        return prove_program(jax.make_jaxpr(fn)(*args), jax.make_jaxpr(program)(*args))
 
     @property
     def errors(self) -> tuple[Cause, ...]:
