@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,13 +50,18 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         require(not a or notation.marks[f] != "!", f"`{f}` of kernel {name} sharded over {a}", refused=True)
     partial_marks = ("", "~") if own.permutation_partial else ("",)
     results = []
-    for k, (dims, aval, var) in enumerate(zip(notation.outs, outs, eqn.outvars, strict=True)):
+    for k, (dims, aval) in enumerate(zip(notation.outs, outs, strict=True)):
         given = {f for factors in dims for f in factors}
         spec = tuple(tuple(a for f in factors for a in axes.get(f, ())) for factors in dims)
         partial = {a for f in axes if f not in given and notation.marks[f] in partial_marks for a in axes[f]}
         partial -= {a for own in spec for a in own}  # of two factors: the local form exchanges along one of them
         params = id(written) if k == 0 else (id(written), k)
         term = ctx.terms.make("kernel", params, (r.term for r in rels), aval.shape, aval.dtype)
+        shape = tuple(n // ctx.size(a) for n, a in zip(aval.shape, spec, strict=True))
         spec = tuple(a if n != 1 else () for a, n in zip(spec, term.shape, strict=True))
-        results.append(Rel(term, aval_of(var).shape, spec, frozenset(partial)))
-    return results
+        results.append(Rel(term, shape, spec, frozenset(partial)))
+    # a call has only the results that are read: the ones of these shapes and dtypes
+    have = [(tuple(a.shape), str(a.dtype)) for a in map(aval_of, eqn.outvars)]
+    fits = [rs for rs in itertools.combinations(results, len(have)) if [(r.shape, r.term.dtype) for r in rs] == have]
+    require(len(fits) == 1, f"some results of kernel {name}, of several with these shapes")
+    return list(fits[0])
