@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ...compat.jax import aval_of, jaxprs_in
+from ...compat.jax import aval_of, jaxprs_in, on_platform
 from .lemmas import LOCAL_FORM
 from .relation import Spec
 
@@ -38,6 +38,7 @@ class Claims:
       arguments, results: their paths and the axes of their dims.
       sizes: of the mesh axes.
       axes: axis of the mesh of the program → axis of the plan's mesh, of which it is a factor.
+      platform: on which the program runs: ``tpu``, ``cuda`` or ``cpu``.
     """
 
     sends: Mapping[tuple[str, frozenset[str]], float]
@@ -45,6 +46,7 @@ class Claims:
     results: Sequence[tuple[str, Spec]]
     sizes: Mapping[str, int]
     axes: Mapping[str, str]
+    platform: str
 
 
 def equations(jaxpr: Jaxpr, times: int = 1, kernel: bool = False) -> Iterator[tuple[JaxprEqn, int]]:
@@ -58,15 +60,16 @@ def equations(jaxpr: Jaxpr, times: int = 1, kernel: bool = False) -> Iterator[tu
 
 
 def differences(
-    claims: Claims, program: Jaxpr, specs: Iterable[tuple[str, Spec, Collection[Spec]]]
+    claims: Claims, program: ClosedJaxpr, specs: Iterable[tuple[str, Spec, Collection[Spec]]]
 ) -> list[tuple[str, str]]:
     """(what, how it differs) of the claims that do not hold.
 
     Args:
-      program: without dead code.
       specs: (an argument or result, its spec by the plan, its specs in the program: none if the program has no such array).
     """
-    maps = [eqn for eqn, _ in equations(program) if eqn.primitive.name == "shard_map"]
+    maps = [
+        eqn for eqn, _ in equations(on_platform(program, claims.platform).jaxpr) if eqn.primitive.name == "shard_map"
+    ]
     if not maps:
         return [("shard_map", "a program without a shard_map")]
     sizes = {str(a): int(n) for a, n in dict(maps[0].params["mesh"].shape).items()}

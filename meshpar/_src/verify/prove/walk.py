@@ -304,7 +304,7 @@ def prove_program(
         specs = [(f"argument {p}", want, walk.arguments[k]) for k, (p, want) in enumerate(claims.arguments)]
         for (p, want), r in zip(claims.results, found, strict=True):
             specs.append((f"result {p}", want, walk.results[r.term.number] if isinstance(r, Rel) else set()))
-        wrong = differences(claims, program.jaxpr, specs)
+        wrong = differences(claims, program, specs)
     failed = (
         {Cause("plan", *w): 0 for w in wrong}
         | dict(walk.failed)
