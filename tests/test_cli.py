@@ -256,14 +256,16 @@ def test_a_layout_of_those_for_every_model(run, planned):
 def test_the_next_command_after_a_plan(command):
     """A known scheme that fits or is faster, on the same mesh, with its figures; else a search."""
     llama = str(Path(__file__).parent.parent / "examples" / "llama.py") + ":llama3_8b"
-    where = ("--topology", "v5e:4x4", "--mesh", "data=16", "--set", "batch=16, layers=2")
+    where = ("--topology", "v5e:4x4", "--set", "batch=16, layers=2", "--mesh")
     slow, fast = (
-        command("plan", llama, *where, "--layout", layout)[1].splitlines()[-1] for layout in ("batch: data", "fsdp")
+        command("plan", llama, *where, f"{axis}=16", "--layout", layout)[1].splitlines()[-1]
+        for axis, layout in (("dp", "batch: dp"), ("data", "fsdp"))
     )
     assert slow.startswith("next  --layout ")
     assert fast.startswith("next  meshpar search ")
-    name = slow.split()[2].rstrip(":")
-    found = json.loads(command("plan", llama, *where, "--layout", name, "--json")[1])
+    layout = shlex.split(slow)[2].rstrip(":")
+    assert mp.Layout(layout).rules[0].axes == ("dp",)
+    found = json.loads(command("plan", llama, *where, "dp=16", "--layout", layout, "--json")[1])
     assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in slow
 
 
@@ -482,6 +484,9 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
         ("small --mesh data=4 --layout batch=data", "write `:` in rules: `batch: data`"),
         ("small --mesh data=4 --layout 'embd: data'", "did you mean `embed`?"),
         ("small --mesh data=3 --layout fsdp", "does not divide over data=3"),
+        ("small --mesh data=4 --layout 'mlp: tp'", 'give the mesh that axis: --mesh "data=4, tp=1"; rules'),
+        ("small --mesh data=4 --layout 'batch: dp'", "  fix     write `batch: data`"),
+        ("small --mesh data=4 --topology v5e:2x4", 'make the sizes multiply to 8: --mesh "data=8", or'),
         ("small --mesh data=4 --set mpl=3", "keyword argument 'mpl'\n  fix     did you mean `mlp`?"),
         ("configured --mesh data=4 --set layer=1", "  fix     did you mean `layers`?"),
         ("small --mesh data=4 --set mlp", "'mlp' is not `name=value`"),
@@ -540,6 +545,9 @@ def test_a_check_of_something_huge_is_refused(run):
     status, _, err = run("check small --layout dp --set mlp=1000000000")
     assert status == 2
     assert "its arguments are 59.60 GiB" in " ".join(err.split())
+    sizes = re.search(r'smaller sizes: --set "(.*)"', err)[1]
+    assert sizes == "mlp=64"
+    assert run(f"check small --layout dp --mesh data=2 --set '{sizes}'")[0] == 0
 
 
 def test_debug_lets_the_exception_through(target):
@@ -820,10 +828,17 @@ def test_the_help_has_the_width_of_the_terminal(columns, monkeypatch, capsys):
             assert text.index("what to plan:") < text.index("output:") < text.index("less common:")
 
 
-def test_without_arguments_there_are_three_commands_to_start_with(capsys):
+def test_without_arguments_there_are_commands_to_start_with(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("  meshpar ")] == ["plan", "search", "lab"]
+    lines = [
+        re.split(" {4}(?!examples)", line.strip())[0].split()
+        for line in text.splitlines()
+        if line.startswith("  meshpar ")
+    ]
+    assert [line[1] for line in lines] == ["plan", "search", "lab", "plan"]
+    for line in lines:
+        assert command_parser().parse_args(shlex.split(" ".join(line[1:]))).topology
 
 
 def test_the_commands_are_listed_in_groups(capsys):

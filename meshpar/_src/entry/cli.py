@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -36,7 +37,7 @@ from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
-from ..layout import BETWEEN_SLICES, characteristic_dims, scheme_name, scheme_text, similar_schemes
+from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
@@ -85,6 +86,7 @@ meshpar shards JAX programs. To start, in a clone:
   meshpar plan   examples/llama.py:llama3_8b --topology v5p:4x4x8    memory, communication and time of a layout
   meshpar search examples/llama.py:llama3_8b --topology v5e:16x16    a good mesh and layout
   meshpar lab    examples/llama.py:llama3_8b --topology v5e:16x16    a page to edit both
+  meshpar plan   examples/llama.py:llama3_8b --topology "4x h100:8" --set attention=gathered    on GPUs
 
 `meshpar --help` lists all commands."""
 EXIT = """\
@@ -129,6 +131,7 @@ def _show_error(error: MeshparError) -> None:
     head, *lines = str(error).split("\n")
     shown, style = list[Any]([Text.assemble((type(error).__name__, "bold red"), f": {head}")]), ""
     for line in lines:
+        line = re.sub(r'mp\.mesh\(("[^"]*")\)|\bmesh=(?=")', lambda call: f"--mesh {call[1] or ''}", line)
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
         style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
         shown.append(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
@@ -444,14 +447,16 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
     used = {axis for rule in plan.layout.rules for axis in rule.axes}
+    own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
     for name, scheme in PRESETS.items():
-        layout = scheme()
+        layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
         axes = {axis for rule in layout.rules for axis in rule.axes}
         if used <= axes <= plan.sizes.keys() and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
             with quiet(), contextlib.suppress(MeshparError):
                 other = plan.replan(layout=layout)
                 if fits(other) and other.seconds is not None:
-                    found.append((other.seconds, other.memory.peak, name))
+                    text = name if layout == scheme() else f'"{layout}"'
+                    found.append((other.seconds, other.memory.peak, text))
     seconds, peak, name = min(found, default=(math.inf, 0.0, ""))
     if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
         return f"--layout {name}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory, on the same mesh"

@@ -442,9 +442,9 @@ def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
     return sorted(k for k in indices if k is not None)
 
 
-_TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
+TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
 _OF_DIM = {"batch": "data parallel", "expert": "expert parallel", "experts": "expert parallel"}
-_OF_DIM |= dict.fromkeys(_TENSOR_DIMS, "tensor parallel")
+_OF_DIM |= dict.fromkeys(TENSOR_DIMS, "tensor parallel")
 
 
 def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
@@ -460,10 +460,10 @@ def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
     if not axes:
         return ""
     if rule.dim == "seq":
-        if axes <= {a for dim in _TENSOR_DIMS for a in axes_of.get(dim, ())}:
+        if axes <= {a for dim in TENSOR_DIMS for a in axes_of.get(dim, ())}:
             return "sequence parallel"
         return "" if axes & batch_axes else "context parallel"
-    if rule.dim in (*_TENSOR_DIMS, "embed") and axes <= batch_axes:
+    if rule.dim in (*TENSOR_DIMS, "embed") and axes <= batch_axes:
         return "ZeRO-1" if rule.scope == "opt" else "FSDP"
     return _OF_DIM.get(rule.dim, "")
 
