@@ -156,7 +156,7 @@ def with_residuals(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> F
 
     ins = (*(dims_of[w][i] for w, i in saved), *cotangents)
     rule = _backward_rule(notation, ins, map(_inexact, avals))
-    backward = Kernel(back, rule, None, None, f"{kernel.name} backward")
+    backward = Kernel(back, rule, None, None, f"{kernel.name} backward", forward=(kernel, avals))
     both = replace(notation, outs=(*notation.outs, *residuals))
     forward_kernel = Kernel(forward, both, None, None, kernel.name)
     return ForwardBackward(forward_kernel, backward, tuple(saved), avals)
@@ -338,6 +338,7 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
         permutation_partial=True,
         works=kernel.works and works,
         forms=tuple(recomputing_backward(form, floats, float_outs) for form in kernel.forms),
+        forward=(kernel, None),
     )
 
 

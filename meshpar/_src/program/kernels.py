@@ -99,11 +99,13 @@ class KernelWork:
       flops: of its matmuls on one device; None: the FLOPs of the global function divided by the number of shards.
       memory: peak bytes in addition to operands and results; negative if these are not all live at once.
       backward: peak bytes, in addition to operands and results, of a backward pass that recomputes the kernel; None: ``memory``.
+      model_flops: the FLOPs that count for the MFU (:attr:`Time.model_flops`); None: ``flops``.
     """
 
     flops: float | None
     memory: float
     backward: float | None = None
+    model_flops: float | None = None
 
 
 KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], ShardCounts], KernelWork]
@@ -210,6 +212,8 @@ class Kernel:
       name: in reports.
       permutation_partial: see :class:`rules.rule.OpRule`.
       forms: other kernels of the same rule and results; a plan chooses one by the exposed seconds of its collectives.
+      forward: of the backward pass of a kernel: the kernel, and its operands if they are not the first ones of the backward pass. A
+        model needs twice its FLOPs, as for the backward pass of a matmul.
       memo: results of functions that are :func:`cached`: gradients.
     """
 
@@ -221,6 +225,7 @@ class Kernel:
     permutation_partial: bool = False
     works: KernelWorks | None = None
     forms: tuple[Kernel, ...] = ()
+    forward: tuple[Kernel, tuple[Any, ...] | None] | None = None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -371,8 +376,8 @@ class Kernel:
             assert work is not None
             size, one = alone(avals)
             each = work(one, parts)
-            flops, back = (None if n is None else size * n for n in (each.flops, each.backward))
-            return KernelWork(flops, size * each.memory, back)
+            numbers = (each.flops, each.memory, each.backward, each.model_flops)
+            return KernelWork(*(None if n is None else size * n for n in numbers))
 
         return Kernel(
             fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None,
