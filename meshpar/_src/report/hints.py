@@ -90,8 +90,8 @@ def _idle_hints(plan: Plan) -> list[str]:
                 peak = memory_of(replan(plan, replace(plan.request, layout=layout))).peak
                 edits.append(f"`{text}` ({format_memory(peak)})")
         if edits:
-            work = f"no rule uses `{axis}`, so that its {plan.sizes[axis]} devices do the same work"
-            hints.append(f"{work}: write {', or '.join(edits)}")
+            work = f"its {plan.sizes[axis]} devices do the same work: write {', or '.join(edits)}"
+            hints.append(f"no rule uses `{axis}`, so that {work}")
     return hints
 
 
