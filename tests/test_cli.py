@@ -269,6 +269,15 @@ def test_the_next_command_after_a_plan(command):
     assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in slow
 
 
+def test_the_head_of_a_plan(run):
+    where = "plan small --mesh data=4 --topology v5e:2x2 --layout fsdp"
+    full, brief = (run(f"{where}{more}")[1] for more in ("", " --brief"))
+    head, _, following = brief.partition("\nnext")
+    assert head.rstrip() in full
+    assert "each device" not in brief
+    assert following in full
+
+
 def test_diff(run, tmp_path):
     page = tmp_path / "diff.html"
     status, out, _ = run("diff small --mesh data=4 --layout dp --layout fsdp --html", str(page))
@@ -294,6 +303,16 @@ def test_run_plan(run, tmp_path):
     assert found["rows"][0]["job"]["steps"] == 10**6
     assert found["rows"][0]["cost"]["median"] == pytest.approx(found["rows"][0]["days"]["median"] * 24 * 4 * 1.5)
     assert 'data-draw="drawRuns"' in (tmp_path / "run.html").read_text("utf8")
+    status, out, err = run(
+        f"{where.replace('--layout dp ', '')} --search --tokens 1e9 --restart 0 --compile-time 0 --json"
+    )
+    assert status == 0, err
+    searched = json.loads(out)
+    assert searched["name"] == found["name"] == "small"
+    for row, fixed in zip(searched["rows"], found["rows"], strict=True):
+        assert row["job"]["step"] <= fixed["job"]["step"]
+    status, _, err = run(f"{where} --search --tokens 1e9")
+    assert (status, "--search chooses mesh and layout" in err) == (2, True)
     status, _, err = run(f"{where} --tokens 1e9 --mtbf soon")
     assert (status, "'soon' is no duration" in err) == (2, True)
     status, _, err = run("run-plan small --layout dp --tokens 1e9 --topologies v5e:2x2")

@@ -49,7 +49,8 @@ from ..report.facts import fits
 from ..report.hints import topology_for_state
 from ..report.names import names_table
 from ..report.tables import hanging
-from ..runs import RunOptions
+from ..report.text import plan_renderable
+from ..runs import RunOptions, run_plan_of
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
@@ -151,7 +152,7 @@ GROUPS = {
 }
 """Group of commands → their names, in the order of the help."""
 FLAG_GROUPS = {
-    "output": "--json --html --open --csv --steps --write --port --no-browser",
+    "output": "--json --html --open --csv --steps --write --brief --port --no-browser",
     "less common": "--lowering --overlap --schedule --gather --strict --donate --options --calibration --tokens --names --debug",
 }
 """Groups of flags in the help of a command, after the flags that say what to plan."""
@@ -327,6 +328,7 @@ def _plan_arguments(add: Add) -> None:
     tokens = "the step generates a token of each sequence of this dim (batch): add its rates"
     add("--tokens", metavar="DIM", help=tokens)
     add("--csv", metavar="FILE", help="write the table of collectives as CSV")
+    add("--brief", action="store_true", help="print only the head: memory, step, bytes sent, the costliest rule")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
 
 
@@ -337,6 +339,7 @@ def _run_plan_arguments(add: Add) -> None:
     add("--topologies", required=True, metavar="LIST", help=several)
     add("--mesh", help='axes and sizes, of which -1 fills a topology: "data=-1, model=8" (default: one axis `data`)')
     add("--layout", help=LAYOUT)
+    add("--search", action="store_true", help="search the best mesh and layout of each topology")
     add_flags(add, RunOptions)
     add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of days by save interval")
     add_flags(add, StepOptions)
@@ -427,7 +430,8 @@ def _plan(args: argparse.Namespace) -> int:
         plan = plan.with_tokens(args.tokens)
     if args.csv:
         _save_csv(plan, args.csv)
-    _show(args, plan, text=plan.steps_text() if args.steps else None)
+    brief = shown_text(plan_renderable(plan, brief=True)) if args.brief else None
+    _show(args, plan, text=plan.steps_text() if args.steps else brief)
     if not args.json and not args.steps and plan.chip is not None:
         _show_next(_next_step(args, plan))
     if args.open:
@@ -514,8 +518,16 @@ def _run_plan(args: argparse.Namespace) -> int:
     topologies = [text.strip() for text in args.topologies.split(",") if text.strip()] or [""]
     mesh = args.mesh or "data=-1"
     args.topology = topologies[0]
-    plan = _planned(args, _target(args), mesh, args.topology, args.layout)
-    run = plan.run_plan(args.tokens, topologies=topologies, mesh=mesh, **given_flags(args, RunOptions))
+    target = _target(args)
+    if args.search:
+        if args.mesh or args.layout:
+            raise TargetError("--search chooses mesh and layout", fixes=["without --mesh and --layout"])
+        found = [_call(args, mp.search, target, topology=where, progress=_progress()) for where in topologies]
+        run = run_plan_of([each.plan() for each in found], args.tokens, RunOptions(**given_flags(args, RunOptions)))
+        run = replace(run, name=target.name.rpartition(":")[2])
+    else:
+        plan = _planned(args, target, mesh, args.topology, args.layout)
+        run = plan.run_plan(args.tokens, topologies=topologies, mesh=mesh, **given_flags(args, RunOptions))
     _show(args, run)
     return 0 if run.best.fits else 1
 

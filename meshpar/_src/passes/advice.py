@@ -40,7 +40,7 @@ def idle_axes(plan: Plan) -> list[str]:
 
 def with_notes(plan: Plan) -> Plan:
     """The plan with notes: traffic between slices, axes and rules without effect on its program, a compiler without a table."""
-    notes = list(filter(None, [_slice_traffic(plan)]))
+    notes = list(filter(None, [_slice_traffic(plan), _scaled_matmuls(plan)]))
     idle = ", ".join(f"`{a}`" for a in idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
@@ -66,6 +66,18 @@ def with_notes(plan: Plan) -> Plan:
     if plan.compiler.note is not None and plan.chip is not None:
         notes.append(plan.compiler.note)
     return with_shared_results(plan, notes=(*plan.notes, *notes)) if notes else plan
+
+
+def _scaled_matmuls(plan: Plan) -> str | None:
+    """A note of the matmuls whose operands have scales, and of the dtype in which the chip computes them; None: there are none."""
+    ops = [] if (chip := plan.chip) is None else list(plan.program.root.walk())
+    codes = sum(op.primitive.family == "dot" and "float8" in str(op.eqn.invars[0].aval.dtype) for op in ops)
+    blocks = {str(max(op.eqn.params["blocks"])) for op in ops if op.name == "in_blocks"}
+    if chip is not None and codes:
+        how = "natively on" if chip.float8 else "converted to bfloat16 by the compiler of"
+        return f"{codes} matmuls of the program multiply float8 operands, {how} {chip.name}"
+    text = "matmuls of operands with scales for blocks of {} are emulated on {}: codes times scales in bfloat16"
+    return text.format(", ".join(sorted(blocks)), chip.name) if chip is not None and blocks else None
 
 
 def _slice_traffic(plan: Plan) -> str | None:

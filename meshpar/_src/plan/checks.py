@@ -10,15 +10,16 @@ from typing import cast
 
 import jax.numpy as jnp
 
-from ...errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
+from ...errors import DivisibilityError, JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
-from ..layout import SCHEMES, Layout, divisibility_error
+from ..layout import SCHEMES, Layout, Spec, divisibility_error
 from ..program.guessed_names import HEADS
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
+from .spec import shard_count
 
 MIN_MISSPELLED = 3
 """Characters of the shortest name of which one changed character, or two exchanged ones, is a misspelling."""
@@ -351,6 +352,24 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
         optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
         inside=next((n for n, _ in inside.most_common(1) if n != value.shape[i]), None),
     )  # fmt: skip
+
+
+def check_blocks(op: Op, spec: Spec, assignment: AxisAssignment) -> None:
+    """Raise DivisibilityError if a shard of an array whose blocks have common scales (``in_blocks``) ends within a block."""
+    (value,), sizes, path = op.outs, assignment.sizes, op.eqn.params["path"]
+    dims = format_dims(assignment.program.dims(value))
+    for d, (block, axes, n) in enumerate(zip(op.eqn.params["blocks"], spec, value.shape, strict=True)):
+        if (own := n // shard_count(axes, sizes)) % block:
+            name, over = assignment.program.dim_name(value, d) or f"dim {d}", ", ".join(f"{a}={sizes[a]}" for a in axes)
+            raise DivisibilityError(
+                f"an operand or the gradient of a matmul of `{path}`: blocks of {block} elements of `{name}` have a common scale, "
+                f"and {over} shards its {n} elements into {own}",
+                path=path, shape=value.shape, dims=dims, dim=name, axis=axes[-1], rule=assignment.rule_text([name], axes[-1]),
+                source=op.location, fixes=[
+                    f"at most {n // block} devices along `{name}`, or a rule for another dim",
+                    'a format with one scale for each array: mp.train.Precision("float8")',
+                ],
+            )  # fmt: skip
 
 
 def kernel_rule_text(op: Op, program: Program) -> str:

@@ -12,10 +12,10 @@ from .ir import Program, Value
 def patterns_of(program: Program) -> dict[str, str]:
     """The inferred names of a program as tree-path patterns → dims, as ``dims=`` takes them.
 
-    Each array has the shortest pattern whose matches all have its dims. Optimizer state may match as well if its path has the end
-    that the pattern has, as the path of its parameter: ``*/n*``, of weights ``n1`` and ``n2``, must not match ``opt/nu/up``.
-    Patterns begin with ``*/`` where they can, so that they fit the initializer of the state too, whose results have no name of an
-    argument.
+    Each array has the shortest pattern whose matches all have its dims. Optimizer state may match as well if its path has the
+    end that the pattern has, as the path of its parameter: ``*/n*``, of weights ``n1`` and ``n2``, must not match
+    ``opt/nu/up``. Patterns begin with ``*/`` where they can, so that they fit the initializer of the state too, whose results
+    have no name of an argument.
     """
     texts = {path: " ".join(vote.name if vote else "_" for vote in dims) for path, dims in program.inferred.items()}
     others = [v for v in program.inputs if v.path not in texts]  # optimizer state, scalars, equal paths
