@@ -159,7 +159,9 @@ class Precision:
                 )
 
             def call(weights: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-                (kwargs if name in kwargs else args)[name if name in kwargs else argnum] = weights
+                if name in kwargs:
+                    return fn(*args, **kwargs | {name: weights})
+                args[argnum] = weights
                 return fn(*args, **kwargs)
 
             weights = kwargs[name] if name in kwargs else args[argnum]
