@@ -34,7 +34,7 @@ class Precision:
     dtype of the weights. Scalars and integers are not converted.
 
     With a format, ``Precision("float8")``, the function gets its weights in bfloat16, and each matmul of a weight, and both of its
-    backward pass, multiply codes in 8 or 4 bits with scales (:mod:`formats <meshpar._src.layers.scaled_matmul>`). The function is
+    backward pass, multiply codes in 8 or 4 bits with scales. The function is
     traced and its matmuls are replaced, so no model is edited. Weights are all-gathered as codes and scales.
 
     ``"float8"``
