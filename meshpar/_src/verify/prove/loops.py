@@ -98,6 +98,8 @@ def finals(ctx: Context, loop: Loop, places: Sequence[int], guesses: Sequence[Kn
 
 def places_of(loop: Loop, inits: Sequence[Known], avals: Sequence[Any]) -> list[int] | None:
     """For each carry of a per-device loop the carry of the written loop, in order, with the same initial value."""
+    if len(loop.nexts) < len(loop.carries):  # the body of the written loop is not understood
+        return None
     out: list[int] = []
     for r, aval in zip(inits, avals, strict=True):
         for k in range(out[-1] + 1 if out else 0, len(loop.inits)):

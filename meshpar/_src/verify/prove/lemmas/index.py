@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jax import ShapeDtypeStruct
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
+from ....compat.jax import aval_of
 from ..device_values import Rows, axes_of, evaluate, leaves, owned
 from ..fragments import has_fragments, take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
@@ -38,7 +38,7 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
             require(not set(axes) & x.partial, "fragments, over axes along which the value is partial", refused=True)
             x = take_positions(ctx, x, d, at[:, None] + np.arange(n), axes)
         else:
-            aval = ShapeDtypeStruct(shape, x.term.dtype)
+            aval = aval_of(eqn.outvars[0]).update(shape=shape)
             ins, partial = [range(len(shape)), ()], x if x.partial else None
             start = unclamped(start, x.shape[d] - n)
             (x,) = act(ctx, eqn, [x, start], ins=ins, unsharded=[d], params=d, partial=partial, avals=[aval])
