@@ -136,7 +136,7 @@ def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
     return mask_fragments(ctx, x, d, keep == wanted, axes, value)
 
 
-@elementwise("mul")
+@elementwise("mul", "times_power_of_two")
 def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """(Σ x) y = Σ (x y), of which at most one is partial. A product with a number is a scale."""
     for x, y in (rels, rels[::-1]):
@@ -211,6 +211,6 @@ def narrowed(ctx: Context, x: Term, dtype: str) -> Term:
 
 IDENTITIES = frozenset(
     "copy copy_p name optimization_barrier stop_gradient local_constraint sharding_constraint name_dims rename_dims place "
-    "pvary reshard multiple_of layout_constraint device_put".split()
+    "in_blocks pvary reshard multiple_of layout_constraint device_put".split()
 )
 """Primitives whose results are their operands: copies, names, and hints to the compiler."""
