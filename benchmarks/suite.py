@@ -204,6 +204,7 @@ BENCHMARKS = (
         "Seconds by the plan and by the schedule of the TPU compiler; HBM limit: of reading weights and cache.", needs=("libtpu",),
     ),
     Benchmark("naming", "step", "python benchmarks/naming.py", 60, needs=("transformers",)),
+    Benchmark("published", "step", "python benchmarks/published.py", 30),
     Benchmark("profile_names", "step", "python benchmarks/profile_names.py", 60, needs=("libtpu",)),
     Benchmark(
         "replicas", "step", "python benchmarks/replicas.py", 60,
