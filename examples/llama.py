@@ -90,8 +90,8 @@ class Config:
 
 
 _save, _and = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
-_TO_HOST = {"names_which_can_be_saved": [], "offload_src": "device", "offload_dst": "pinned_host"}
-_offload = functools.partial(jax.checkpoint_policies.save_and_offload_only_these_names, **_TO_HOST)
+_offload = functools.partial(jax.checkpoint_policies.save_and_offload_only_these_names, names_which_can_be_saved=[])
+_to_host = functools.partial(_offload, offload_src="device", offload_dst="pinned_host")
 _QKV, _MLP = ("query_proj", "key_proj", "value_proj"), ("gate_proj", "up_proj")
 _ATTENTION = _and(_save(*_QKV, "residual"), mp.train.checkpoint_policies.kernels_saveable)
 _MINIMAL = _and(_ATTENTION, _save(*_MLP))
@@ -106,9 +106,9 @@ REMAT: dict[str, Callable[..., bool] | None] = {  # residuals that a layer saves
     "none": jax.checkpoint_policies.everything_saveable,  # all residuals of the backward pass
     "keep_collectives": _COLLECTIVES,  # results of collectives
     "minimal_with_collectives": _and(_MINIMAL, _COLLECTIVES),
-    "offload_input": _offload(names_which_can_be_offloaded=["input"]),  # the input is stored in host memory
-    "offload_input_qkv": _offload(names_which_can_be_offloaded=["input", *_QKV]),
-    "offload_input_qkv_out": _offload(names_which_can_be_offloaded=["input", *_QKV, "residual"]),
+    "offload_input": _to_host(names_which_can_be_offloaded=["input"]),  # the input is stored in host memory
+    "offload_input_qkv": _to_host(names_which_can_be_offloaded=["input", *_QKV]),
+    "offload_input_qkv_out": _to_host(names_which_can_be_offloaded=["input", *_QKV, "residual"]),
 }
 EXPLICIT = ("keep_collectives", "minimal_with_collectives")  # their layers mark where the sequence is unsharded
 
