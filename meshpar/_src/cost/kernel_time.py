@@ -130,6 +130,8 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             elements *= PACKED_TRANSPOSE
         if kernel.traits.family == "dot" and len(kernel.writes) == 1:
             elements *= chip.compiler.matmul_result_fraction
+        if kernel.is_softmax:
+            elements *= chip.compiler.fused_softmax_fraction or 1.0
         if any(few_rows(run, plan.sizes) for run in kernel.matmuls):
             first = min(traffic, chip.compiler.first_tile_bytes) / device.hbm_bandwidth
             traffic_seconds = (traffic_seconds + first) / chip.compiler.row_hbm_efficiency

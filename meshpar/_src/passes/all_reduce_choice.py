@@ -160,7 +160,7 @@ def _is_compiled_to_all_reduce(plan: Plan, step: Reduce, old: Collective) -> boo
     dim = next(s.dim for s in step.scatters if s.axes == old.axes)
     value, (first, *_) = step.source.value, [s for s, _ in joined(s for a in old.axes for s in plan.torus[a])]
     tiles = local_shape(value.shape, step.source.spec, plan.sizes)[dim] / first.size / LANES
-    return itemsize(value.aval) == 2 and len(value.shape) > 1 and tiles % 2 != 0
+    return itemsize(value.aval) == 2 and tiles % 2 != 0
 
 
 def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Replacement | None:
