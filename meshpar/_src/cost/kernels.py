@@ -17,7 +17,7 @@ from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index
 from .caching import cached_on_plan, key_on_plan
 from .fusion import MAX_RECOMPUTED_OPS, Buffer, Computation, Kernel, Kind, fuse
-from .tiles import SUBLANES, Tiles
+from .tiles import LANES, SUBLANES, Tiles
 
 MAX_SOFTMAX_ROW = 2048
 """Scores of a row up to which a kernel computes their maximum before what depends on it: 197 and 2,048 were observed, and that 32,000
@@ -67,9 +67,14 @@ def _fuses_softmax(node: Kernel) -> bool:
         maximum = maximum.ins[0].made_by
     if maximum is None or maximum.op is None or maximum.op.name != "reduce_max" or maximum.ins != node.ins[:1]:
         return False
-    if node.outs[0].value.elements > MAX_SOFTMAX_ROW * maximum.outs[0].value.elements:
+    row = node.outs[0].value.elements // maximum.outs[0].value.elements
+    if row > MAX_SOFTMAX_ROW:
         return False
     maximum.traits = node.traits
+    scores = node.ins[0]
+    while scores.made_by is not None and scores.made_by.traits.fusible and scores.made_by.ins:
+        scores = max(scores.made_by.ins, key=lambda i: i.bytes)
+    scores.must_store |= row % LANES != 0  # the matmul of padded rows is a kernel of its own
     return True
 
 

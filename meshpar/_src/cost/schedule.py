@@ -25,18 +25,19 @@ from ..hardware.collective_ops import CollectiveOp
 from ..iterables import operands_first
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
+from ..plan.spec import itemsize
 from ..plan.steps import Reduce, Reshard, Run, Step
 from .buffer_roles import buffer_roles
 from .caching import cached_on_plan
-from .collective_matmul import merged_seconds
+from .collective_matmul import merged_seconds, vector_seconds
 from .fusion import Buffer, Computation, Kernel, Kind
-from .kernel_time import kernel_times
+from .kernel_time import PACKED, kernel_times
 from .kernels import computation_of
 
 T = TypeVar("T", bound=Hashable)
-MAX_MERGED_GATHER_BYTES = 16_777_216
-"""Bytes of an all-gather up to which the TPU compiler (libtpu 0.0.42) makes a synchronous all-reduce of it: over 256 devices of a v5e,
-weights of 8.4 MB and less, and none of 23 MB."""
+MAX_MERGED_SHARD_BYTES = 65_536
+"""Bytes of a device's shard up to which the TPU compiler (libtpu 0.0.42) makes a synchronous all-reduce of an all-gather: on v5e, 32 kB
+and less of a weight, but not 90 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,6 +338,11 @@ class _Clock:
         self.made.update(dict.fromkeys(kernel.writes, end))
         return HostCopy(kernel, to_host, size, start, end)
 
+    def zeros_seconds(self, kernel: Kernel) -> float:
+        """Seconds of filling the result of a kernel with zeros."""
+        assert self.plan.chip is not None
+        return sum(vector_seconds(self.plan.chip, PACKED * b.bytes / itemsize(b.value.aval)) for b in kernel.writes)
+
     def send(self, kernel: Kernel, step: Step) -> Iterator[Transfer]:
         """Send the collectives of a kernel, one after the other."""
         separate, how, start = separate_collectives(step), self.overlapped.get(kernel), self.now
@@ -349,6 +355,8 @@ class _Clock:
             is_async = self.plan.is_async(c.op) if how is not None else hidden_by > 0.0 and _is_concurrent(self.plan, c)
             if how is not None and _is_merged(self.plan, c):
                 is_async, seconds = False, merged_seconds(self.plan, c)
+                if c.op == "all-gather":
+                    seconds += self.zeros_seconds(kernel)
             if not is_async:
                 start = max(start, self.now)
                 self.now = start + seconds - c.hidden
@@ -375,7 +383,8 @@ def _is_merged(plan: Plan, c: Collective) -> bool:
     """
     if plan.chip is None or not plan.chip.torus or plan.is_async("all-reduce") or any(plan.torus[a][0].between for a in c.axes):
         return False
-    small = c.op == "all-gather" and c.bytes <= MAX_MERGED_GATHER_BYTES
+    others = math.prod(plan.sizes[a] for a in c.axes) - 1
+    small = c.op == "all-gather" and c.bytes <= MAX_MERGED_SHARD_BYTES * others
     return small or (c.op == "all-reduce" and c.algorithm in ("native", "all_reduce"))
 
 

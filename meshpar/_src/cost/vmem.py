@@ -28,20 +28,15 @@ def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, capacity: float) ->
       tiles: the images of the program.
       capacity: bytes of VMEM for buffers.
     """
-    if not tiles.images:
-        return {}
     uses: dict[Buffer, list[int]] = {}
     some: list[Kernel] = []  # the kernels that work on images
-    image_of = tiles.of
     for node in kernels:
         k = len(some)
         for item in (*node.reads, *node.writes):
             if item in uses:
                 uses[item].append(k)
-            elif image_of(item.value) is not None:
-                uses[item] = [k]
             else:
-                continue
+                uses[item] = [k]
             if k == len(some):
                 some.append(node)
     in_hbm = [node.kind in _HBM_KERNELS or bool(node.bodies) for node in some]
