@@ -130,7 +130,7 @@ class Kernel:
       matmuls: the steps of the matmuls that the kernel computes.
       random_elements: the number of threefry bit patterns that the kernel computes on a device.
       from_several: it depends on more than one array (rows and scalars do not count).
-      is_softmax: it subtracts from scores the maximum of each row, which it computes itself; the sum of exponentials is added to it.
+      is_softmax: it subtracts from scores the maximum of each row, which it computes itself.
       ends_chain: several kernels do not recompute it, since that takes a chain of :data:`MAX_RECOMPUTED_OPS` ops.
     """
 
@@ -312,8 +312,8 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
 
 
 def _narrows_alone(node: Kernel, uses: Mapping[Buffer, int]) -> bool:
-    """Whether it is the end of a chain of ops that alone read each other, from several arrays to a result of fewer bytes: the gradient
-    of scores in float32, cast for matmuls. Only the result is stored then."""
+    """Whether it ends a chain of ops, each of which alone reads the one before, that begins with an op on several arrays and whose
+    result has fewer bytes (the gradient of scores in float32, cast for matmuls). Only the result is stored then."""
     size = node.outs[0].bytes
     while not node.from_several:
         item = max(node.ins, key=lambda i: i.bytes, default=None)

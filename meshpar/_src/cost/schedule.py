@@ -36,8 +36,8 @@ from .kernels import computation_of
 
 T = TypeVar("T", bound=Hashable)
 MAX_MERGED_SHARD_BYTES = 65_536
-"""Bytes of a device's shard up to which the TPU compiler (libtpu 0.0.42) makes a synchronous all-reduce of an all-gather: on v5e, 32 kB
-and less of a weight, but not 90 kB."""
+"""Bytes of a device's shard up to which the TPU compiler (libtpu 0.0.42) makes an all-gather a part of a synchronous all-reduce: on
+v5e 32 kB and less of a weight, but not 90 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +381,12 @@ def _is_merged(plan: Plan, c: Collective) -> bool:
     It merges synchronous all-reduces of a computation, and makes all-gathers of small weights a part of such ones, with zeros in
     place of other devices' shards.
     """
-    if plan.chip is None or not plan.chip.torus or plan.is_async("all-reduce") or any(plan.torus[a][0].between for a in c.axes):
+    if (
+        plan.chip is None
+        or not plan.chip.torus
+        or plan.is_async("all-reduce")
+        or any(plan.torus[a][0].between for a in c.axes)
+    ):
         return False
     others = math.prod(plan.sizes[a] for a in c.axes) - 1
     small = c.op == "all-gather" and c.bytes <= MAX_MERGED_SHARD_BYTES * others

@@ -26,7 +26,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from ..cost.collective_matmul import all_reduce_cost, later_stage_seconds, matmul_seconds, reduction_costs
+from ..cost.collective_matmul import (
+    all_reduce_cost,
+    later_stage_seconds,
+    matmul_seconds,
+    merged_seconds,
+    reduction_costs,
+)
 from ..cost.tiles import LANES
 from ..hardware.collective_ops import collective_volume, wire_bytes
 from ..hardware.topology import joined
@@ -139,6 +145,8 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Repl
     saved = staged.seconds - new.seconds if queued else staged.exposed - new.exposed
     if _is_compiled_to_all_reduce(plan, step, old):
         saved += staged.seconds - later_stage_seconds(plan, old)
+        if not plan.is_async("all-reduce"):  # it is merged with the others
+            saved += new.seconds - merged_seconds(plan, old)
     if saved < plan.compiler.min_gain_seconds:
         return None
     why = (
