@@ -35,9 +35,6 @@ from .kernel_time import PACKED, kernel_times
 from .kernels import computation_of
 
 T = TypeVar("T", bound=Hashable)
-MAX_MERGED_SHARD_BYTES = 65_536
-"""Bytes of a device's shard up to which the TPU compiler (libtpu 0.0.42) makes an all-gather a part of a synchronous all-reduce: on
-v5e 32 kB and less of a weight, but not 90 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +318,7 @@ class _Clock:
             schedule.starts.append(self.now)
             for body in kernel.bodies:
                 self.now += self.bodies[body].seconds * (1 if body.trip_count is None else body.trip_count)
+                self.starts = self.now, self.now  # what is sent does not overlap with a loop
             if kernel in self.times:
                 self.now += self.times[kernel].seconds
             if copies:
@@ -378,19 +376,14 @@ class _Clock:
 def _is_merged(plan: Plan, c: Collective) -> bool:
     """Whether the TPU compiler makes a collective, for which no kernel waits, a part of a synchronous all-reduce.
 
-    It merges synchronous all-reduces of a computation, and makes all-gathers of small weights a part of such ones, with zeros in
+    It merges synchronous all-reduces of a computation, and makes all-gathers of small weights parts of such ones, with zeros in
     place of other devices' shards.
     """
-    if (
-        plan.chip is None
-        or not plan.chip.torus
-        or plan.is_async("all-reduce")
-        or any(plan.torus[a][0].between for a in c.axes)
-    ):
+    if plan.chip is None or not plan.chip.torus or any(s.between for a in c.axes for s in plan.torus[a]):
         return False
-    others = math.prod(plan.sizes[a] for a in c.axes) - 1
-    small = c.op == "all-gather" and c.bytes <= MAX_MERGED_SHARD_BYTES * others
-    return small or (c.op == "all-reduce" and c.algorithm in ("native", "all_reduce"))
+    if c.op == "all-gather":
+        return c.bytes <= plan.compiler.merged_gather_bytes
+    return c.op == "all-reduce" and not plan.is_async(c.op)
 
 
 def host_seconds(plan: Plan, size: float) -> float:
