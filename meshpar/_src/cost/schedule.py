@@ -36,7 +36,7 @@ from .kernels import computation_of
 
 T = TypeVar("T", bound=Hashable)
 MIN_MERGING_DEVICES = 64
-"""The fewest devices for which the TPU compiler (libtpu 0.0.42) was observed to make all-gathers parts of an all-reduce."""
+"""The fewest devices for which the TPU compiler (libtpu 0.0.42) was observed to merge collectives of a computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,9 +383,10 @@ def _is_merged(plan: Plan, c: Collective) -> bool:
     """
     if plan.chip is None or not plan.chip.torus or any(s.between for a in c.axes for s in plan.torus[a]):
         return False
+    if math.prod(plan.sizes[a] for a in c.axes) < MIN_MERGING_DEVICES:
+        return False
     if c.op == "all-gather":
-        devices = math.prod(plan.sizes[a] for a in c.axes)
-        return devices >= MIN_MERGING_DEVICES and c.bytes <= plan.compiler.merged_gather_bytes
+        return c.bytes <= plan.compiler.merged_gather_bytes
     return c.op == "all-reduce" and not plan.is_async(c.op)
 
 

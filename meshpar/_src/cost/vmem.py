@@ -19,9 +19,9 @@ def buffers_in_vmem(kernels: Sequence[Kernel], tiles: Tiles, capacity: float) ->
     (1x1 convolutions on v5e with 51 million results: 590 µs from HBM to HBM, 459 from VMEM; with a quarter of them 83 from VMEM to
     VMEM). Other kernels take as long for reads, and no time for writes (additions of two arrays of 51 million: 766 and 627 µs).
 
-    Buffers with the shortest lifetime are placed first. Of arrays that are no images, results of kernels are considered, as in plain
-    Transformer layers on v5e and v6e; arguments, and prefetches of weights, which are bound by HBM in any case, are not. Devices of
-    two cores are not considered: on v5p the compiler places no array of over 26 MB, and almost none of the forward pass.
+    Buffers with the shortest lifetime are placed first. Of arrays that are no images, results of kernels are considered (plain
+    Transformer layers on v5e and v6e), but not arguments, and no prefetches: weights have to be read from HBM in any case. Devices
+    of two cores are not considered: on v5p the compiler places no array of over 26 MB, and almost none of the forward pass.
 
     Args:
       kernels: in the order in which they run.
