@@ -381,12 +381,12 @@ def _is_merged(plan: Plan, c: Collective) -> bool:
     It merges synchronous all-reduces of a computation, and makes all-gathers of small weights parts of such ones, with zeros in
     place of other devices' shards.
     """
-    if plan.chip is None or not plan.chip.torus or any(s.between for a in c.axes for s in plan.torus[a]):
-        return False
-    if math.prod(plan.sizes[a] for a in c.axes) < MIN_MERGING_DEVICES:
+    devices = math.prod(plan.sizes[a] for a in c.axes)
+    most = plan.compiler.merged_gather_bytes
+    if not most or devices < MIN_MERGING_DEVICES or any(s.between for a in c.axes for s in plan.torus[a]):
         return False
     if c.op == "all-gather":
-        return c.bytes <= plan.compiler.merged_gather_bytes
+        return c.bytes <= most
     return c.op == "all-reduce" and not plan.is_async(c.op)
 
 

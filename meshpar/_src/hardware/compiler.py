@@ -63,7 +63,8 @@ class CompilerModel:
         divides the exponentials again.
       fused_softmax_fraction: fraction of the elements of a softmax that count for the vector units in the kernel that computes its
         scores, their maximum and the sum of exponentials, and stores the exponents in float32; None: there is no such kernel.
-      merged_gather_bytes: bytes of an all-gather up to which it becomes a part of a synchronous all-reduce.
+      merged_gather_bytes: bytes of an all-gather up to which it becomes a part of a synchronous all-reduce; 0: all-reduces are not
+        merged.
       option_groups: names of the :data:`hardware.options.GROUPS` that plans for this chip may use.
       quirks: names of the entries of :mod:`compat.quirks` whose workarounds this version needs on this chip.
     """

@@ -145,7 +145,7 @@ def _by_cost(plan: Plan, step: Reduce, old: Collective, *, queued: bool) -> Repl
     saved = staged.seconds - new.seconds if queued else staged.exposed - new.exposed
     if _is_compiled_to_all_reduce(plan, step, old):
         saved += staged.seconds - later_stage_seconds(plan, old)
-        if not plan.is_async("all-reduce"):  # it is merged with the others
+        if plan.compiler.merged_gather_bytes and not plan.is_async("all-reduce"):  # it is merged with the others
             saved += new.seconds - merged_seconds(plan, old)
     if saved < plan.compiler.min_gain_seconds:
         return None
