@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshpar._src.cost.memory import memory_of
-from meshpar._src.hardware.algorithms import ALGORITHMS
+from meshpar._src.hardware.collective_algorithms import ALGORITHMS
 from meshpar._src.hardware.collective_ops import wire_bytes
 from meshpar._src.hardware.topology import joined
 from meshpar._src.plan.collectives import Collective

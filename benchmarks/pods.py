@@ -77,7 +77,7 @@ import time
 import meshpar as mp
 mp.distributed()
 from llama import llama3_70b
-from meshpar._src.pods.agree import agree
+from meshpar._src.pods.process_agreement import agree
 step, arguments, dims = llama3_70b()
 plan = mp.plan(step, *arguments, mesh="data=64, model=8", topology="v5p:8x8x8", layout={LARGE!r}, dims=dims)
 for round in range(3):

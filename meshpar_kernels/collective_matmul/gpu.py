@@ -12,10 +12,10 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._nvlink import machine_reasons
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_kernels
 from meshpar_kernels.collective_matmul.dots import Axes
-from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
+from meshpar_kernels.collective_matmul.gpu_order import PIECE, BlockOrder
 from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
 from meshpar_kernels.grouped_matmul.gpu import DTYPES, INNER, MOST_STAGES, ROW_BYTES, SMEM_BYTES
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, Tile, misaligned, tile_columns
+from meshpar_kernels.grouped_matmul.gpu_tiles import ROWS, Tile, misaligned, tile_columns
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 KERNELS = {9: gpu_hopper, 10: gpu_blackwell}
@@ -42,17 +42,21 @@ def _tile(n: int, itemsize: int, taken: int) -> Tile:
     return Tile(HEIGHT, width, INNER, min(MOST_STAGES, (SMEM_BYTES - SPARE - taken) // stage))
 
 
-def gather_order(rows: int, k: int, n: int, devices: int, itemsize: int) -> Order:
+def gather_order(rows: int, k: int, n: int, devices: int, itemsize: int) -> BlockOrder:
     """Tiles of `all_gather_matmul` for blocks of `rows` rows; results are staged in two slots, 128 bytes of columns
     wide."""
     num_chunks = SLOTS * PIECE * PIECE * itemsize if devices > 1 else 0
-    return Order(devices, rows, k, n, _tile(n, itemsize, 2 * HEIGHT * 128 + num_chunks), own_first=True)
+    return BlockOrder(devices, rows, k, n, _tile(n, itemsize, 2 * HEIGHT * 128 + num_chunks), own_first=True)
 
 
-def scatter_order(rows: int, k: int, n: int, devices: int, itemsize: int, *, comm_dtype: Any, out_dtype: Any) -> Order:
+def scatter_order(
+    rows: int, k: int, n: int, devices: int, itemsize: int, *, comm_dtype: Any, out_dtype: Any
+) -> BlockOrder:
     """Tile of `matmul_reduce_scatter` for blocks of `rows` rows; partial results have two slots in shared memory, results one."""
     taken = HEIGHT * COLUMNS * (2 * jnp.dtype(comm_dtype).itemsize + jnp.dtype(out_dtype).itemsize)
-    return Order(devices, rows, k, n, _tile(n, itemsize, taken if devices > 1 else 2 * HEIGHT * 128), own_first=False)
+    return BlockOrder(
+        devices, rows, k, n, _tile(n, itemsize, taken if devices > 1 else 2 * HEIGHT * 128), own_first=False
+    )
 
 
 def blocks_of(num_sms: int | None) -> int:
@@ -62,7 +66,7 @@ def blocks_of(num_sms: int | None) -> int:
 
 
 def all_gather_matmul(
-    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, transposed: bool,
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: BlockOrder, *, out_dtype: Any, transposed: bool,
     num_sms: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A·m, n], by `blocks_of(num_sms)`."""
@@ -74,7 +78,7 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, out_dtype: Any, comm_dtype: Any, transposed: bool,
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: BlockOrder, *, out_dtype: Any, comm_dtype: Any, transposed: bool,
     num_sms: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """x[M, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N]."""
@@ -92,7 +96,7 @@ def _axis(axis_name: Axes) -> str:
 
 
 def unsupported(
-    x: jax.Array, w: jax.Array, axis_name: Axes, order: Order, *, transposed: bool = False,
+    x: jax.Array, w: jax.Array, axis_name: Axes, order: BlockOrder, *, transposed: bool = False,
     num_sms: int | None = None, **dtypes: Any,
 ) -> Unsupported:  # fmt: skip
     """Reasons why the GPU kernels cannot take these operands; empty if they can.

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from meshpar_kernels.collective_matmul.gpu_order import Order
+from meshpar_kernels.collective_matmul.gpu_order import BlockOrder
 from meshpar_kernels.grouped_matmul import blackwell
-from meshpar_kernels.grouped_matmul.gpu_parts import smem
+from meshpar_kernels.grouped_matmul.gpu_tiles import smem
 
 PARTS, LAYOUT = 1, "TCGEN05"
 """As in `gpu_hopper`."""
@@ -34,7 +34,7 @@ def warpgroups(sends: bool) -> int:
 
 
 def walk(
-    gpu: Any, order: Order, num_sms: int, memory: list[Any], transposed: bool, load: Callable[..., Any],
+    gpu: Any, order: BlockOrder, num_sms: int, memory: list[Any], transposed: bool, load: Callable[..., Any],
     store: Callable[..., None], finish: Callable[[Any], None], push: Callable[[], None] | None,
 ) -> None:  # fmt: skip
     """As `gpu_hopper.walk`."""
@@ -60,7 +60,7 @@ def walk(
         pl.when(lax.axis_index("warpgroup") == SENDING)(push)
 
 
-def memory(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
+def memory(gpu: Any, order: BlockOrder, transposed: bool, dtype: Any) -> list[Any]:
     """Scratch of a kernel: stages of x and w in shared memory, TMEM accumulators [m, 2 · n], and the barriers `full`,
     `empty`, `done` and `read`."""
     tile = order.tile

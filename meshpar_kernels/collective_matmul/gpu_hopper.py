@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from meshpar_kernels.collective_matmul.gpu_order import Order
+from meshpar_kernels.collective_matmul.gpu_order import BlockOrder
 from meshpar_kernels.grouped_matmul import hopper
-from meshpar_kernels.grouped_matmul.gpu_parts import ROWS, smem
+from meshpar_kernels.grouped_matmul.gpu_tiles import ROWS, smem
 
 PARTS = hopper.CONSUMERS
 """Warpgroups that share the rows of a tile."""
@@ -33,7 +33,7 @@ def warpgroups(sends: bool) -> int:
 
 
 def walk(
-    gpu: Any, order: Order, num_sms: int, memory: list[Any], transposed: bool, load: Callable[..., Any],
+    gpu: Any, order: BlockOrder, num_sms: int, memory: list[Any], transposed: bool, load: Callable[..., Any],
     store: Callable[..., None], finish: Callable[[Any], None], push: Callable[[], None] | None,
 ) -> None:  # fmt: skip
     """The loops over this block's tiles.
@@ -72,7 +72,7 @@ def walk(
     hopper.walk(gpu, order.tile, (full, empty), order.each(num_sms), load, compute, push, lambda: finish(part))
 
 
-def memory(gpu: Any, order: Order, transposed: bool, dtype: Any) -> list[Any]:
+def memory(gpu: Any, order: BlockOrder, transposed: bool, dtype: Any) -> list[Any]:
     """Scratch of a kernel: stages of x and w in shared memory, and the barriers `full` and `empty`, one for each stage."""
     tile = order.tile
     w_tile = (tile.n, tile.k) if transposed else (tile.k, tile.n)

@@ -1,7 +1,7 @@
 """The kernels of the fused matmuls on GPUs, for Hopper and Blackwell.
 
 The grid has one thread block for each multiprocessor; block b computes the tiles b, b + num_sms, … of the result, in
-the order of `gpu_order.Order`. The modules `gpu_hopper` and `gpu_blackwell` have the loops over these tiles (`walk`), with
+the order of `gpu_order.BlockOrder`. The modules `gpu_hopper` and `gpu_blackwell` have the loops over these tiles (`walk`), with
 the roles of a block's warps. In a gather one warp or warpgroup sends this device's rows (`gpu_peers.push`).
 
 All blocks must be resident at once: a block that waits for data of a remote block would otherwise keep other blocks
@@ -21,12 +21,14 @@ from jax.experimental import pallas as pl
 from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import DeviceGroup
 from meshpar_kernels.collective_matmul import gpu_peers
-from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
+from meshpar_kernels.collective_matmul.gpu_order import PIECE, BlockOrder
 from meshpar_kernels.grouped_matmul.gpu_launch import launch
-from meshpar_kernels.grouped_matmul.gpu_parts import share, smem, staging_columns, write
+from meshpar_kernels.grouped_matmul.gpu_tiles import share, smem, staging_columns, write
 
 
-def _loads(gpu: Any, order: Order, transposed: bool, w: Any, memory: list[Any], rows_of: Callable[..., Any]) -> Any:
+def _loads(
+    gpu: Any, order: BlockOrder, transposed: bool, w: Any, memory: list[Any], rows_of: Callable[..., Any]
+) -> Any:
     """`load` of `walk`: the copies of x and w.
 
     Args:
@@ -73,7 +75,7 @@ class FusedRefs(NamedTuple):
     moving: list[Any]
 
 
-def _gather_kernel(refs: FusedRefs, *, gpu, arch, order: Order, axis: str, transposed: bool, num_sms: int):
+def _gather_kernel(refs: FusedRefs, *, gpu, arch, order: BlockOrder, axis: str, transposed: bool, num_sms: int):
     """The all-gather matmul, for one thread block: computes its tiles of out[block] = x of each device · w. Block h of the
     receive buffer is multiplied in ring step h + 1.
 
@@ -135,7 +137,7 @@ def _as_dtype(columns: Callable[[int, int], jax.Array], width: int, dtype: Any, 
     return columns(left, width).astype(dtype)
 
 
-def _scatter_kernel(refs: FusedRefs, *, gpu, arch, order: Order, axis: str, transposed: bool, num_sms: int):
+def _scatter_kernel(refs: FusedRefs, *, gpu, arch, order: BlockOrder, axis: str, transposed: bool, num_sms: int):
     """The matmul reduce-scatter, for one thread block: computes its tiles of x[block] · w for all blocks.
 
     A partial tile of another device's rows is sent to that device. In the last ring step the block is this device's
@@ -206,7 +208,7 @@ def _scatter_kernel(refs: FusedRefs, *, gpu, arch, order: Order, axis: str, tran
 
 
 def _launch(
-    arch: Any, kernel: Callable[..., None], x: jax.Array, w: jax.Array, order: Order, results: list[Any], staging: Any,
+    arch: Any, kernel: Callable[..., None], x: jax.Array, w: jax.Array, order: BlockOrder, results: list[Any], staging: Any,
     moving: list[Any], *, transposed: bool, **options: Any,
 ) -> jax.Array:  # fmt: skip
     """Launch `kernel`; return its first result. One device gets no receive buffer and no `moving`.
@@ -231,14 +233,14 @@ def _launch(
     return found if alone else found[0]
 
 
-def _staging(gpu: Any, arch: Any, order: Order, out_dtype: Any) -> Any:
+def _staging(gpu: Any, arch: Any, order: BlockOrder, out_dtype: Any) -> Any:
     """SMEM for the two slots of `write` of each part: [PARTS, 2, rows of a part, columns]."""
     width = staging_columns(order.tile.n, out_dtype)
     return smem(gpu, (arch.PARTS, 2, order.tile.m // arch.PARTS, width), out_dtype)
 
 
 def all_gather_matmul(
-    arch: Any, x: jax.Array, w: jax.Array, order: Order, axis: str, *, out_dtype: Any, **options: Any
+    arch: Any, x: jax.Array, w: jax.Array, order: BlockOrder, axis: str, *, out_dtype: Any, **options: Any
 ) -> jax.Array:
     """x[m, K] of all devices times w[K, n] ([n, K] with `transposed`) → [A, m, n].
 
@@ -258,7 +260,15 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(
-    arch: Any, x: jax.Array, w: jax.Array, order: Order, axis: str, *, out_dtype: Any, comm_dtype: Any, **options: Any
+    arch: Any,
+    x: jax.Array,
+    w: jax.Array,
+    order: BlockOrder,
+    axis: str,
+    *,
+    out_dtype: Any,
+    comm_dtype: Any,
+    **options: Any,
 ) -> jax.Array:
     """x[A, M/A, k] times w[k, N] ([N, k] with `transposed`), summed over all devices → this one's rows, [M/A, N].
 

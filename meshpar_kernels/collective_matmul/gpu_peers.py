@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels._nvlink import DeviceGroup
-from meshpar_kernels.collective_matmul.gpu_order import PIECE, Order
-from meshpar_kernels.grouped_matmul.gpu_parts import ring, share
+from meshpar_kernels.collective_matmul.gpu_order import PIECE, BlockOrder
+from meshpar_kernels.grouped_matmul.gpu_tiles import ring, share
 
 AHEAD = 1
 """Chunks that are prefetched before the chunk that is sent."""
@@ -45,7 +45,7 @@ def counts(gpu: Any, shape: tuple[int, ...]) -> Any:
 
 
 def push(
-    gpu: Any, order: Order, nvlink: DeviceGroup, x: Any, recv_buffer: Any, slots: Any, loaded: Any, arrived: Any,
+    gpu: Any, order: BlockOrder, nvlink: DeviceGroup, x: Any, recv_buffer: Any, slots: Any, loaded: Any, arrived: Any,
     multiprocessor: Any, multiprocessors: int,
 ) -> None:  # fmt: skip
     """Send this device's rows to all other devices; one warp or warpgroup of each multiprocessor calls it.
@@ -110,7 +110,7 @@ def push(
 
 
 def send(
-    gpu: Any, order: Order, nvlink: DeviceGroup, recv_buffer: Any, step_index: Any, row: Any, column: Any,
+    gpu: Any, order: BlockOrder, nvlink: DeviceGroup, recv_buffer: Any, step_index: Any, row: Any, column: Any,
     columns: Callable[[int], jax.Array], staging: Any,
 ) -> None:  # fmt: skip
     """Send the partial sums of a tile to the device that owns its rows. The copies are asynchronous; `signal_tile`
@@ -140,7 +140,7 @@ def send(
                 gpu.copy_smem_to_gmem(staging.at[c % 2], receiver.at[t, *dst])
 
 
-def signal_tile(gpu: Any, order: Order, nvlink: DeviceGroup, summed: Any, number: Any, part: Any) -> None:
+def signal_tile(gpu: Any, order: BlockOrder, nvlink: DeviceGroup, summed: Any, number: Any, part: Any) -> None:
     """Signal the receiver of tile `number` that the tile has arrived, if there is such a tile and it was sent.
 
     Waits until all copies of this warpgroup are complete. Does nothing for a negative `number` and for tiles of this
@@ -161,7 +161,7 @@ def signal_tile(gpu: Any, order: Order, nvlink: DeviceGroup, summed: Any, number
 
 
 def add_up(
-    gpu: Any, order: Order, recv_buffer: Any, target: Any, row: Any, column: Any, columns: Callable[[int], jax.Array],
+    gpu: Any, order: BlockOrder, recv_buffer: Any, target: Any, row: Any, column: Any, columns: Callable[[int], jax.Array],
     arriving: Any, landed: Any, staging: Any, layout: Any,
 ) -> None:  # fmt: skip
     """Add the partial results of the other devices to this device's own in a fixed order, in float32, and write the

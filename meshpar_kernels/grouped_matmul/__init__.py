@@ -12,7 +12,7 @@
     tpu, tpu_transpose, tpu_tiles, tpu_blocks  TPU kernels, their tiles and the `dot_general`s of a tile
     gpu                                        GPUs: choice of kernel and tile
     hopper, hopper_scaled, blackwell           GPU kernels
-    gpu_launch, gpu_parts                      their launches; what they have in common
+    gpu_launch, gpu_tiles                      their launches; tile sizes and loops over tiles
     tokamax_dot                                by the library tokamax
     xla                                        a loop over the tile steps of `schedule`, for any backend
     reference                                  the definition

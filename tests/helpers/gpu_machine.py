@@ -34,10 +34,10 @@ from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_ker
 from meshpar_kernels.collectives import gpu as small
 from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
-from meshpar_kernels.grouped_matmul import blackwell, gpu_parts, hopper, hopper_scaled
+from meshpar_kernels.grouped_matmul import blackwell, gpu_tiles, hopper, hopper_scaled
 from meshpar_kernels.routing import gpu_rows
 
-KERNEL_MODULES = [hopper, hopper_scaled, blackwell, gpu_parts, small, nvls, gpu_rows, exchange, _nvlink]
+KERNEL_MODULES = [hopper, hopper_scaled, blackwell, gpu_tiles, small, nvls, gpu_rows, exchange, _nvlink]
 KERNEL_MODULES += [gpu_hopper, gpu_blackwell, gpu_kernels, gpu_order, gpu_peers]
 WARPS = 4
 

@@ -20,7 +20,7 @@ from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
 from meshpar_kernels.dispatch.runs import Runs
 from meshpar_kernels.grouped_matmul import blackwell, hopper, hopper_scaled
-from meshpar_kernels.grouped_matmul.gpu_parts import Tile
+from meshpar_kernels.grouped_matmul.gpu_tiles import Tile
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -10,7 +10,7 @@ from kernel_cases import SIZES, lowered, mesh_of, near
 
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import gpu, schedule
-from meshpar_kernels.grouped_matmul.gpu_parts import Tile
+from meshpar_kernels.grouped_matmul.gpu_tiles import Tile
 from meshpar_kernels.tuning import MatmulKey
 
 RNG = np.random.default_rng(4)

@@ -11,7 +11,7 @@ from kernel_machine import SCHEDULES, Fault, noticed, unnoticed
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collectives import ring_tpu
 from meshpar_kernels.collectives.table import table_of
-from meshpar_kernels.grouped_matmul import gpu_parts
+from meshpar_kernels.grouped_matmul import gpu_tiles
 
 TPU, GPU = tpu_runs.kernels(), gpu_runs.kernels()
 KERNELS = {f"TPU, {name}": run for name, run in TPU.items()} | {f"GPU, {name}": run for name, run in GPU.items()}
@@ -100,7 +100,7 @@ def test_a_sender_with_too_few_slots_is_noticed(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in GPU if "in clusters" in name])
 def test_a_stage_that_one_block_of_a_cluster_still_reads_is_not_loaded_again(name, monkeypatch):
     """As it would be if each block counted its own arrivals alone."""
-    monkeypatch.setattr(gpu_parts, "cluster_barrier", lambda gpu, _, **options: gpu.Barrier(**options))
+    monkeypatch.setattr(gpu_tiles, "cluster_barrier", lambda gpu, _, **options: gpu.Barrier(**options))
     assert noticed(lambda order, _: GPU[name](order), None) is not None
 
 

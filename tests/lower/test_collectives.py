@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from same_results import assert_close
 
 import meshpar as mp
-from meshpar._src.hardware.algorithms import ALGORITHMS
+from meshpar._src.hardware.collective_algorithms import ALGORITHMS
 from meshpar._src.hardware.topology import Stage
 from meshpar._src.layout import to_partition_spec
 from meshpar._src.lower.collectives import combined, follow, reduce_scatter

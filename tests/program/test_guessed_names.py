@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import meshpar as mp
 
@@ -412,7 +413,51 @@ def test_metadata_counts_as_names():
     boxed = {"table": flax.linen.Partitioned(jax.ShapeDtypeStruct((VOCAB, EMBED), F32), ("rows", "columns"))}
     found = dims_of(*trained(lambda p, b: loss(flax.core.meta.unbox(p), b), boxed), batch_of())
     assert found["state/params/table"] == "rows columns"
-    assert found["batch/tokens"] == "_ _"
+    assert found["batch/tokens"] == "batch seq"  # no constraint names it
+
+
+def test_data_is_named_only_if_no_constraint_names_its_batch():
+    class Mlp(flax.linen.Module):
+        constrained: bool
+
+        @flax.linen.compact
+        def __call__(self, x):
+            init = flax.linen.with_logical_partitioning(flax.linen.initializers.lecun_normal(), ("embed", "mlp"))
+            if self.constrained:
+                x = flax.linen.with_logical_constraint(x, ("rows", "embed"))
+            return flax.linen.Dense(MLP, kernel_init=init)(x)
+
+    for constrained, names in ((False, "batch embed"), (True, "rows embed")):
+        model, x = Mlp(constrained), jax.ShapeDtypeStruct((4, EMBED), F32)
+        params = jax.eval_shape(model.init, jax.random.key(0), x)
+        assert dims_of(model.apply, params, x) == {
+            "variables/params/Dense_0/bias": "mlp", "variables/params/Dense_0/kernel": "embed mlp", "args/0": names
+        }  # fmt: skip
+
+
+def test_weights_that_a_loop_of_nnx_returns_are_no_residuals():
+    """`nnx.scan` of `nnx.remat` returns the weights that it reads, which the optimizer then updates."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(EMBED, MLP, rngs=rngs), nnx.Linear(MLP, EMBED, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.relu(self.up(x)))
+
+    def create(key):
+        make = nnx.vmap(Block, in_axes=0, out_axes=0)
+        model = make(nnx.Rngs(jax.random.split(key, LAYERS)))
+        return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        run = nnx.scan(nnx.remat(lambda block, x: block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        gradients = nnx.grad(lambda model: ((run(model, x) - x) ** 2).mean())(model)
+        optimizer.update(model, gradients)
+
+    x = jax.ShapeDtypeStruct((4, EMBED), F32)
+    found = mp.infer_dims(step, *nnx.eval_shape(lambda: create(jax.random.key(0))), x)
+    assert (found["*/up/kernel"], found["*/down/kernel"]) == ("layers embed mlp", "layers mlp embed")
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp_megatron"])

@@ -25,6 +25,7 @@ from meshpar._src.entry.target import load_target
 from meshpar._src.hardware.topology import parse_topology
 from meshpar._src.mesh import parse_mesh
 from meshpar._src.plan.assignment import AxisAssignment
+from meshpar._src.report.document import shown_text
 from meshpar._src.search.evaluation import Evaluation, Settings
 from meshpar._src.search.picture import Picture
 from meshpar._src.search.result import MAX_TERMINAL_ROWS
@@ -283,7 +284,9 @@ def test_every_letter_of_the_plot_is_drawn_and_has_a_row():
     best = Row("data=8", "batch: data", 1.0, 100.0, 0.0, True)
     front = [Row("data=8", f"d{k}: data", 1.0 + k / 1e4, 100.0 - k / 1e4, 0.0, True, front=True) for k in range(1, 7)]
     far = Row("data=8", "embed: data", 2.0, 50.0, 0.0, True)
-    plot = "".join(line[11:] for line in str(Picture([best, *front, far], best, 200.0).terminal()).splitlines()[:9])
+    plot = "".join(
+        line[11:] for line in shown_text(Picture([best, *front, far], best, 200.0).terminal()).splitlines()[:9]
+    )
     assert sorted(c for c in plot if c in "★ABCDEFG") == sorted("★ABCDEF")
     result = found()
     labels = result._picture.labels

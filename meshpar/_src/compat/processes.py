@@ -24,7 +24,7 @@ copies of states in the memory of the host; ELASTIC: ``AXIS=SIZE``, the mesh axi
 
 BEFORE_CALL: list[Callable[..., Callable[[Sequence[Any]], None]]] = []
 """Checks of steps of several processes: from (function, plan, dims, static arguments) of a compiled step to a function of its
-arrays, which runs before each call. :mod:`pods.agree` adds the one that compares programs and plans."""
+arrays, which runs before each call. :mod:`pods.process_agreement` adds the one that compares programs and plans."""
 
 
 def variable_number(name: str, default: float, least: float = 0) -> float:

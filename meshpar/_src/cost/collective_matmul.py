@@ -28,8 +28,8 @@ from meshpar_kernels.collective_matmul import FusedGather, FusedScatter
 
 from ...errors import TorusWarning
 from ..compat.jax import user_stacklevel
-from ..hardware.algorithms import AlgorithmName
 from ..hardware.chips import Chip
+from ..hardware.collective_algorithms import AlgorithmName
 from ..hardware.collective_ops import collective_volume, wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, joined, major_of

@@ -295,7 +295,8 @@ def command_parser() -> CommandParser:
         step = "TARGET is the step itself, and this function of its module, or module:function, returns its arguments"
         add("--args", dest="arguments", metavar="FUNCTION", help=step)
         mapping = (
-            "a JSON file of tree-path patterns and dims, as `meshpar names --write` makes it, in place of the target's"
+            "a JSON file of tree-path patterns and dims, as `meshpar names --write` makes it, in place of the target's; auto: "
+            "names are inferred also where the model has some"
         )
         add("--dims", metavar="FILE", help=mapping)
         add("--json", action="store_true", help="print JSON")
@@ -713,6 +714,8 @@ def _loaded(args: argparse.Namespace, options: Mapping[str, Any]) -> Target:
         target = load_target(args.target, options, args.arguments)
     if args.dims is None:
         return target
+    if args.dims == "auto":
+        return replace(target, dims={**dict(target.dims or {}), "*": "auto"})
     try:
         return replace(target, dims=json.loads(Path(args.dims).read_text("utf8")))
     except (OSError, ValueError) as e:

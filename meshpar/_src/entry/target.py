@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import MeshparError, TargetError
+from ..compat import nnx
 from ..compat.jax import without_gc
 from ..dims import did_you_mean, parse_pairs
 from ..flax import flatten_named
@@ -125,7 +126,7 @@ def _called(
             f"{text} cannot be called without arguments, or with the ones from --set: {e}",
             fixes=[*_similar_options(e, defaults, module), returns, *([of_step] if returns is _SHAPE else [])],
         ) from None
-    with without_gc():
+    with without_gc(), nnx.use_eager_sharding(False):  # names in metadata of NNX are no axes of a current mesh
         similar = functools.partial(_similar_options, defaults=defaults, module=module)
         returned = failing_as_target(text, lambda: function(**(options or {})), similar)
     return returned, {**defaults, **(options or {})}

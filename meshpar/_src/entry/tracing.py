@@ -30,7 +30,7 @@ from ..flax import Leaf, capture_names, flatten_named, with_states
 from ..iterables import grouped
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
-from ..program.guessed_names import inferred_dims
+from ..program.guessed_names import inferred_dims, inferred_dims_of_data
 from ..program.ir import Join, Value
 from ..program.patterns import patterns_of
 from ..program.primitives import rename_dims_p
@@ -187,10 +187,13 @@ def trace_call(
     unnamed = not init and (patterns.auto or (patterns.auto is None and not given))
     program = named_by(patterns, annotations, used, live_only=unnamed)
     if unnamed and not patterns.auto and program.all_names():  # of constraints
-        program = named_by(patterns, annotations, used, live_only=False)
-    elif unnamed:
-        joins, program.inferred = program.joins, inferred_dims(program)
-        inferred, patterns = program.inferred, patterns.then(patterns_of(program))
+        unnamed, program = False, named_by(patterns, annotations, used, live_only=False)
+    if unnamed:
+        program.inferred = inferred_dims(program)
+    elif not init and patterns.auto is None:
+        program.inferred = inferred_dims_of_data(program)
+    if program.inferred:
+        joins, inferred, patterns = program.joins, program.inferred, patterns.then(patterns_of(program))
         annotations, used = annotations_of(named, patterns, used), {p for p, _ in patterns.items}
         program = named_by(patterns, annotations, used, live_only=False)
         program.inferred, program.joins = inferred, joins  # two guesses for one dim are no mistake of the user

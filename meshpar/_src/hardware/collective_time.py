@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .algorithms import ALGORITHMS, AlgorithmName
 from .chips import Chip
+from .collective_algorithms import ALGORITHMS, AlgorithmName
 from .collective_ops import CollectiveOp
 from .topology import Stage
 

@@ -15,7 +15,7 @@ from meshpar_kernels.collectives import scatter_in_order
 
 from ..compat.jax import on_host
 from ..compat.quirks import before_exchange, extremum, psum_scatter, separate_all_gather
-from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
+from ..hardware.collective_algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..layout import Spec
 from ..plan.collectives import is_all_reducible
 from ..plan.resharding import Move

@@ -216,7 +216,7 @@ class _Device:
         """Run a reduction: all-reduces and reduce-scatters of a partial value, or a reduce-scatter ring; then the
         reshards after it."""
         if step.ring is None:
-            x = self.orders.reduced(step, self.orders.best(self.x[step.source], step))
+            x = self.orders.reduced(self.x[step.source], step)
         else:
             x = run_reduce_ring(step, step.ring, self.x, self.sizes)
             x = reduced(x, step, self.sizes, begun=len(self.sizes.ring(step.ring.axes)[0]))

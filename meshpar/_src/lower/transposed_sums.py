@@ -27,11 +27,11 @@ from ..plan.steps import Reduce, Run, Scatter
 from ..program.ir import Op
 from ..rules.local import plain_params
 from ..rules.spmd import Grid
-from .collectives import combined, reduced
+from .collectives import combined
 
 
-class Order(NamedTuple):
-    """An order of dims in which a value can be computed.
+class DimOrder(NamedTuple):
+    """An order of dims in which a partial value can be computed.
 
     Attributes:
       permutation: from this order to the value.
@@ -55,7 +55,7 @@ class TransposedSums:
         self.grid = grid
         # keys are ids of arrays; the values refer to these arrays, so that the ids stay unique
         self._matmuls: dict[int, tuple[Any, Op, Sequence[Any]]] = {}
-        self._transposed: dict[int, tuple[Any, list[Order]]] = {}
+        self._transposed: dict[int, tuple[Any, list[DimOrder]]] = {}
 
     def copy(self) -> TransposedSums:
         """A copy with the same values."""
@@ -73,30 +73,29 @@ class TransposedSums:
             self._matmuls[id(out)] = out, step.op, xs
         else:
             permutation = tuple(step.op.eqn.params["permutation"])
-            orders = [Order(permutation, xs)]
+            orders = [DimOrder(permutation, xs)]
             if id(xs[0]) in self._matmuls:
                 _, matmul, operands = self._matmuls[id(xs[0])]
                 order = _exchanged_dims(matmul)
-                orders.append(Order(tuple(order.index(i) for i in permutation), operands, matmul))
+                orders.append(DimOrder(tuple(order.index(i) for i in permutation), operands, matmul))
             self._transposed[id(out)] = out, orders
 
-    def best(self, x: Any, step: Reduce) -> Order:
-        """The order of dims with the lowest cost in which a step can reduce an array."""
+    def best(self, x: Any, step: Reduce) -> DimOrder:
+        """The order of dims in which a step reduces an array: one with the scattered dim first, or that needs no transpose."""
         orders = self._transposed[id(x)][1] if id(x) in self._transposed else []
         if not self.grid.cpu:
             sliced = any(s.entry.slices_locally for s in step.scatters)
             orders = [order for order in orders if sliced and _is_sorted(order)]
-        first = step.scatters[0].dim if step.scatters else 0
+        dims = [scatter.dim for scatter in step.scatters[:1]]
 
-        def cost(order: Order) -> tuple[bool, bool]:
-            return bool(step.scatters) and order.permutation[first] != 0, not _is_sorted(order)
+        def cost(order: DimOrder) -> tuple[bool, bool]:
+            return any(order.permutation[dim] != 0 for dim in dims), not _is_sorted(order)
 
-        return min(orders, key=cost, default=Order((), [x]))
+        return min(orders, key=cost, default=DimOrder(tuple(range(x.ndim)), [x]))
 
-    def reduced(self, step: Reduce, order: Order) -> Any:
-        """:func:`lower.collectives.reduced`, in an order of dims."""
-        if not order.permutation:
-            return reduced(order.arrays[0], step, self.grid)
+    def reduced(self, x: Any, step: Reduce) -> Any:
+        """:func:`lower.collectives.reduced`, in the best order of dims."""
+        order = self.best(x, step)
         permutation = order.permutation
         back = np.argsort(permutation)
         have = tuple(step.source.spec[i] for i in back)
@@ -106,7 +105,7 @@ class TransposedSums:
         return lax.transpose(y, permutation)
 
 
-def _is_sorted(order: Order) -> bool:
+def _is_sorted(order: DimOrder) -> bool:
     return order.permutation == tuple(sorted(order.permutation))
 
 

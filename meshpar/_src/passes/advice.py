@@ -44,9 +44,16 @@ def with_notes(plan: Plan) -> Plan:
     idle = ", ".join(f"`{a}`" for a in _idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
-    if plan.program.traced.inferred:
-        notes.append("the names of dims are inferred from their uses: mp.infer_dims or `meshpar names` lists the names")
-    unused = sorted({r.dim for r in plan.layout.rules} - plan.program.all_names())
+    if inferred := plan.program.traced.inferred:
+        of = (
+            ""
+            if any(v.kind == "params" and v.path in inferred for v in plan.program.inputs)
+            else f" of {', '.join(inferred)}"
+        )
+        notes.append(
+            f"the names of dims{of} are inferred from their uses: mp.infer_dims or `meshpar names` lists the names"
+        )
+    unused = sorted({r.dim for r in plan.layout.rules if r.axes} - plan.program.all_names())
     if unused:
         fix = [f"; {line}" for line in sequence_name(plan.program, unused)]
         notes.append(f"rules without effect, since the program has no such dim: {', '.join(unused)}{''.join(fix)}")

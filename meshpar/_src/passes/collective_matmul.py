@@ -18,7 +18,7 @@ from meshpar_kernels.collective_matmul.schedule import gather_hops
 
 from ..caches import LRUCache
 from ..cost.collective_matmul import CollectiveMatmul, exposed_seconds
-from ..hardware.algorithms import AlgorithmName
+from ..hardware.collective_algorithms import AlgorithmName
 from ..hardware.collective_ops import wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import devices_of, major_of, major_stage

@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 
 from ..dims import format_dims
-from ..hardware.algorithms import AlgorithmName, choose_algorithm
 from ..hardware.chips import Chip
+from ..hardware.collective_algorithms import AlgorithmName, choose_algorithm
 from ..hardware.collective_ops import CollectiveOp, collective_volume, wire_bytes
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Torus

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
+from ..hardware.collective_algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..hardware.collective_ops import CollectiveOp
 from ..hardware.topology import Stage, Torus
 from ..layout import Spec
@@ -38,7 +38,7 @@ class Collective:
       count: runs per step; None: a loop's trip count is not known.
       wording: the cause, or a function that returns it.
       origin: the op that needs it.
-      algorithm: one of :data:`hardware.algorithms.ALGORITHMS`:
+      algorithm: one of :data:`hardware.collective_algorithms.ALGORITHMS`:
 
         - ``native``: one collective over all axes;
         - ``staged``: one per torus dimension, sequentially; ``hierarchical``: staged, inter-slice stage last;

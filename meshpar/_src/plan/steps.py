@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from meshpar_kernels.collective_matmul import Dot, FusedGather, FusedScatter
 
-from ..hardware.algorithms import ALGORITHMS, Algorithm, AlgorithmName
+from ..hardware.collective_algorithms import ALGORITHMS, Algorithm, AlgorithmName
 from ..iterables import operands_first
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value

@@ -36,11 +36,11 @@ from ..compat.orbax import at_end_of_script, can_store, late_json_handler, liter
 from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
 from ..global_arrays import data_of, is_global, is_key, of_parts
-from .agree import exchange, versions
 from .digest import Digests, on_device
 from .lock import Lock
 from .memory import Copy, CopyError, Memory, MemoryPlan, memory_plan
 from .names import by_name, stored_names
+from .process_agreement import exchange, versions
 from .stop import StopRequest
 
 FORMAT = 2

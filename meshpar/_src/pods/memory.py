@@ -48,8 +48,8 @@ from ..dims import near
 from ..global_arrays import of_parts, on_mesh
 from ..runs.failures import KEPT
 from ..units import format_memory, mesh_text
-from .agree import exchange
 from .digest import starts_of
+from .process_agreement import exchange
 
 
 class MemoryPlan(NamedTuple):

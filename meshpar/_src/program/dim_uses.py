@@ -142,16 +142,16 @@ class DimUses:
             self._order[op] = len(self._order)
             self._made_by.update(dict.fromkeys(op.outs, op))
             depends = any(v is not None and self._is_data.get(v, False) for v in op.ins)
-            if op.frames:
-                self._body(op, depends)
-            for out in op.outs:
-                self._is_data[out] = depends
+            flags = self._body(op, depends) if op.frames else [depends] * len(op.outs)
+            self._is_data.update(zip(op.outs, flags, strict=True))
             if not op.frames and op.derivative_pass != "backward":
                 self._record(op)
 
-    def _body(self, op: Op, depends: bool) -> None:
-        """Walk the bodies of an op. The carries of a loop are data if any operand is; its stacks of weights are layers."""
+    def _body(self, op: Op, depends: bool) -> list[bool]:
+        """Walk the bodies of an op; returns which results are data: those that are in a body, such as not the weights that a loop
+        of NNX returns. The carries of a loop are data if any operand is; its stacks of weights are layers."""
         loop = op.primitive.loop
+        computed = [False] * len(op.outs)
         for body, operands in zip(op.frames, operands_of_bodies(op.eqn, op.ins), strict=True):
             arguments = list(zip(body.ins(), operands, strict=True))
             carries = set(loop_parts(op.eqn).carried(body.ins())) if loop else set()
@@ -162,7 +162,9 @@ class DimUses:
                 a: (depends and a in carries) or self._is_data.get(b, False) for a, b in arguments if b is not None
             }
             self._walk(body, flags | {a: depends and a in carries for a, b in arguments if b is None})
-            results = [body.env.get(v) for v in body.jaxpr.outvars if not hasattr(v, "val")]
+            results = body.outs()
+            if len(results) == len(op.outs):  # not the condition of a loop
+                computed = [a or self._is_data.get(r, False) for a, r in zip(computed, results, strict=True)]
             for out in op.outs:
                 own = next((r for r in results if r is not None and r.nodes is out.nodes), None)
                 self._sources[out] = self._sources.get(own, frozenset((op,))) if own is not None else frozenset((op,))
@@ -172,6 +174,7 @@ class DimUses:
             for value in loop_parts(op.eqn).split(op.ins)[2]:
                 if value is not None and not self._is_data.get(value, False) and value.nodes[0] != NONE:
                     self._add(Fact.LOOPED, self.paths.keys() & {self.full(value.nodes[0])}, op)
+        return computed
 
     def _record(self, op: Op) -> None:
         """Record how an op of the forward pass uses the dims of its operands."""

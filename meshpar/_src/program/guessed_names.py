@@ -90,6 +90,16 @@ def inferred_dims(program: Program) -> dict[str, tuple[Vote | None, ...]]:
     return found
 
 
+def inferred_dims_of_data(program: Program) -> dict[str, tuple[Vote | None, ...]]:
+    """:func:`inferred_dims` of the data of a program whose weights have names and whose batches have none, as in a Flax model with
+    metadata and without constraints; empty if the batch of an argument has a name."""
+    uses = DimUses(program)
+    if any(program.dim_name(value, uses.batch_dim[value]) for value in uses.data):
+        return {}
+    paths = {value.path for value in uses.data}
+    return {path: dims for path, dims in inferred_dims(program).items() if path in paths}
+
+
 def inferred_names(program: Program) -> dict[str, list[tuple[int, Vote]]]:
     """Name → (size, vote) of each dim of an argument that has it; empty if no names are inferred."""
     found: defaultdict[str, list[tuple[int, Vote]]] = defaultdict(list)

@@ -38,9 +38,12 @@ def donation_hint(plan: Plan) -> str | None:
     donated = plan.donated | arguments.keys()
     peak, at_end = memory_of(plan).peak, sum(plan.inputs[i].bytes for i in arguments)
     saved = peak - memory_of(with_donated(plan, donated)).peak if arguments else 0.0
-    what = f"of the peak of {format_memory(peak)}"
+    what = f"saves {format_memory(saved)} of the peak of {format_memory(peak)}"
     if saved < MIN_SAVED_SHARE * peak and fits(plan) is not False:
-        saved, what = at_end, "at the end of the step, less than 1 % of the peak"
+        saved = at_end
+        what = (
+            f"frees {format_memory(saved)} at the end of the step; the peak, which is elsewhere, falls by less than 1 %"
+        )
     if saved < MIN_SAVED_SHARE * peak or saved <= 0:
         return None
     names = list(dict.fromkeys(path.partition("/")[0] for path in arguments.values()))
@@ -48,8 +51,7 @@ def donation_hint(plan: Plan) -> str | None:
     listed, verb = " and ".join(f"`{name}`" for name in names), "are" if names[1:] else "is"
     return (
         f"{listed} {verb} returned updated but not donated, so that the old and the new arrays are live at once: "
-        f"donate_argnames={given} ({' '.join(f'--donate {name}' for name in names)}) saves "
-        f"{format_memory(saved)} {what}"
+        f"donate_argnames={given} ({' '.join(f'--donate {name}' for name in names)}) {what}"
     )
 
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from rich.console import Group
 from rich.text import Text
 
 from ..hardware.chips import GIB
 from ..layout import UNSHARDED
+from ..report.tables import hanging
 from ..units import format_memory, format_seconds
 from .row import Row
 
@@ -141,7 +143,7 @@ class Picture:
                 out.append(_text(x(row.seconds) + 8, y(row.peak) - 6, labels[row], "start", "var(--ink)"))
         return "".join(out) + "</svg></div>"
 
-    def terminal(self) -> Text:
+    def terminal(self) -> Group:
         """The plot as text: ``★`` the best, letters and a line for the Pareto front, ``·`` other plans, ``─`` the usable memory.
 
         A letter whose cell has another label is drawn in the nearest cell without one.
@@ -180,12 +182,12 @@ class Picture:
                 text.append(mark, style)
             text.append("\n")
         text.append(f"{'':>{width}} └{'─' * columns}\n", "dim")
-        text.append(f"{'':>{width + 2}}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time\n", "dim")
+        text.append(f"{'':>{width + 2}}{_tick_labels(x.ticks(5), x, format_seconds, columns)}  step time", "dim")
         last = [*labels.values()][-1]
         front = [("A" + f" … {last}" * (last != "A") + " ┄", "blue"), (" Pareto front  ", "dim")]
         chosen = [("★", "bold"), (" chosen  ", "dim"), *front[: 2 * (last != "★")]]
         legend = [*chosen, (f"· {self.others}  ", "dim"), ("─", "red"), (" usable memory", "dim")]
-        return text.append_text(Text.assemble(" " * (width + 2), *legend))
+        return Group(text, hanging([(" " * width, Text.assemble(*legend))]))
 
 
 def _text(x: float, y: float, text: str, anchor: str, colour: str = "var(--dim)") -> str:

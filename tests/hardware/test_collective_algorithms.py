@@ -9,8 +9,8 @@ import pytest
 from jax import ShapeDtypeStruct
 
 import meshpar as mp
-from meshpar._src.hardware.algorithms import ALGORITHMS, choose_algorithm
 from meshpar._src.hardware.chips import CHIPS
+from meshpar._src.hardware.collective_algorithms import ALGORITHMS, choose_algorithm
 from meshpar._src.hardware.collective_time import seconds_of
 from meshpar._src.hardware.topology import Stage
 

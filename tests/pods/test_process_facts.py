@@ -10,8 +10,8 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.dims import PathDims
-from meshpar._src.pods.agree import Sheet, facts_of
 from meshpar._src.pods.data import SAMPLES
+from meshpar._src.pods.process_agreement import Sheet, facts_of
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 TABLE = np.arange(12, dtype=np.float32)
