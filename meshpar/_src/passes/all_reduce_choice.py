@@ -46,6 +46,9 @@ from ..units import format_bytes, format_seconds
 from .collective_matmul import BY_COST
 from .dependencies import added_matmuls, leading_to_matmuls
 
+MAX_ALL_REDUCED_BYTES = 134_217_728
+"""Bytes of the largest gradient on a device for which :func:`_is_compiled_to_all_reduce` was observed to hold."""
+
 
 def choose_all_reduce(plan: Plan) -> Body:
     """The steps with all-reduces in place of some reduce-scatters.
@@ -168,7 +171,8 @@ def _is_compiled_to_all_reduce(plan: Plan, step: Reduce, old: Collective) -> boo
     dim = next(s.dim for s in step.scatters if s.axes == old.axes)
     value, (first, *_) = step.source.value, [s for s, _ in joined(s for a in old.axes for s in plan.torus[a])]
     tiles = local_shape(value.shape, step.source.spec, plan.sizes)[dim] / first.size / LANES
-    return itemsize(value.aval) == 2 and tiles % 2 != 0
+    small = plan.shard_bytes(step.source) <= MAX_ALL_REDUCED_BYTES
+    return small and itemsize(value.aval) == 2 and tiles % 2 != 0
 
 
 def _as_partitioned(plan: Plan, step: Reduce, old: Collective) -> Replacement | None:
