@@ -263,7 +263,7 @@ def fuse(computation: Computation, row_ratio: int) -> None:
                 must |= out.must_store
         if not readers:
             continue  # dead code
-        twice = not node.from_several and not (len(readers) > 1 and _narrows_alone(node, uses))
+        twice = not node.from_several and not (len(readers) > 1 and _narrows_alone(node, uses, readers))
         if node.ends_chain and len(readers) > 1:
             must, twice = True, False
         if must or (len(readers) > 1 and not twice and not all(r.traits.family == "reduction" for r in readers)):
@@ -311,9 +311,12 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
             item.readers = (*item.readers, other)
 
 
-def _narrows_alone(node: Kernel, uses: Mapping[Buffer, int]) -> bool:
+def _narrows_alone(node: Kernel, uses: Mapping[Buffer, int], readers: Sequence[Kernel]) -> bool:
     """Whether it ends a chain of ops, each of which alone reads the one before, that begins with an op on several arrays and whose
-    result has fewer bytes (the gradient of scores in float32, cast for matmuls). Only the result is stored then."""
+    result has fewer bytes (the gradient of scores in float32, cast for matmuls). Only the result is stored then. Not known for
+    convolutions."""
+    if any(run.op.primitive.family == "conv" for reader in readers for run in reader.matmuls):
+        return False
     size = node.outs[0].bytes
     while not node.from_several:
         item = max(node.ins, key=lambda i: i.bytes, default=None)
