@@ -6,7 +6,7 @@
   argument of images with a few channels. Input-independent values cost nothing.
 - Elementwise ops, broadcasts, slices, one-hot scatters and the like are computed inside the kernels that read them, if one kernel
   reads them, or if they depend on one array (besides rows and scalars), so that computing them twice reads no more.
-- Of an array from several that a chain of ops alone reads, and casts to a narrower dtype for several kernels, the cast is stored.
+- Of an array from several that a chain of ops alone reads, and casts to a narrower dtype for matmuls, the cast is stored.
 - Matmuls, reductions and writes into a loop's stack fuse such producers; collectives, loops, sorts and gathers read buffers.
 - Operands of a batched matmul that are slices of a matmul's result are buffers.
 - A matmul fuses the elementwise ops that only it feeds, unless they read another matmul, or slices of its result.
@@ -313,9 +313,8 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
 
 def _narrows_alone(node: Kernel, uses: Mapping[Buffer, int], readers: Sequence[Kernel]) -> bool:
     """Whether it ends a chain of ops, each of which alone reads the one before, that begins with an op on several arrays and whose
-    result has fewer bytes (the gradient of scores in float32, cast for matmuls). Only the result is stored then. Not known for
-    convolutions."""
-    if any(run.op.primitive.family == "conv" for reader in readers for run in reader.matmuls):
+    result has fewer bytes, for matmuls only: the gradient of scores in float32, cast for two matmuls. Only the result is stored."""
+    if not all(any(run.op.primitive.family == "dot" for run in reader.matmuls) for reader in readers):
         return False
     size = node.outs[0].bytes
     while not node.from_several:
