@@ -21,7 +21,8 @@ is not found.
 A mutant is "broken", and not counted, if the tests that fail also fail without it. Mutants that change no behaviour are listed
 with the reason in ``equivalent_mutants.json``, and not counted. Prints every outcome, then a table of mutants found for each
 path. ``--prove`` asks whether ``mp.prove`` finds the mutants that change a result of the programs of ``proof_programs.py``, of
-those in lines that their plans execute: "not proven"; "error" while planning; "same results"; "missed", proven with other results.
+those in lines that their plans execute: "not proven" (or a claim of the plan does not hold) and "proven", each with the same or
+other results than the function; "error" while planning.
 With ``--log`` outcomes are appended to a file, and mutants in it do not run again.
 """
 
@@ -532,19 +533,25 @@ def proven(args: argparse.Namespace) -> None:
             place.write_text(edit.applied())
             found = proofs_in(copy)
             shutil.copy(edit.path, place)
-            name, cause = "same results", ""
             if found is None:
-                name = "error"
-            elif bad := [n for n in known if found[n]["status"] != "proven" or found[n]["cause"] != base[n]["cause"]]:
-                name, cause = "not proven", f"{bad[0]}: {found[bad[0]]['cause']}"
-            elif bad := [n for n in known if not found[n]["equal"]]:
-                name, cause = "missed", bad[0]
+                name, cause = "error", ""
+            else:
+                other = [n for n in known if not found[n]["equal"]]
+                failed = [n for n in known if found[n]["status"] != "proven" or found[n]["cause"] != base[n]["cause"]]
+                name = f"{'not ' * (set(other) <= set(failed) and bool(failed))}proven, {'other' if other else 'same'} results"
+                cause = f"{failed[0]}: {found[failed[0]]['cause']}" if failed else ", ".join(other)
             results[edit.key] = {"mutant": str(edit), "key": edit.key, "outcome": name, "cause": cause}
             print(f"{name:12} {edit}  {cause}", flush=True)
             if args.log:
                 with args.log.open("a") as log:
                     log.write(json.dumps(results[edit.key]) + "\n")
-    names = ("not proven", "error", "same results", "missed")
+    names = (
+        "not proven, other results",
+        "proven, other results",
+        "not proven, same results",
+        "proven, same results",
+        "error",
+    )
     table = Table("path", "mutants", *names)
     for path in paths:
         counts = collections.Counter(

@@ -148,6 +148,7 @@ def fuzz(count: int, seed: str, minutes: float) -> None:
             found[proof.status] += 1
         wrong = [c for c in proof.failed if c.op == "plan"]
         found["a claim of the plan does not hold"] += bool(wrong)
+        found["an internal error in a lemma"] += bool(proof.errors)
         causes.update({f"{c.op}: {c.reason}"[:110] for c in proof.failed if c.op != "result"})
         if proof.status == "refused":
             print(f"case {k}\n{case}\n{proof}", file=sys.stderr, flush=True)
@@ -185,7 +186,10 @@ def faulty(count: int, seed: str) -> None:
         random.Random(f"{seed}/{name}").shuffle(all_of)
         counts: collections.Counter[str] = collections.Counter()
         for fault, other in all_of[: -(-count // len(made))]:
-            status = prove_program(written, other).status
+            proof = prove_program(written, other)
+            status = proof.status
+            for error in proof.errors:
+                print(name, error, file=sys.stderr)
             if status == "proven":
                 args = proof_programs.arguments(program)
                 status = "same" if proof_programs.equal(program, other, args) else "other"

@@ -177,6 +177,7 @@ BENCHMARKS = (
         "schedule, bytes and memory.",
         needs=("libtpu",),
     ),
+    Benchmark("optimizers", "step", "python benchmarks/optimizers.py", 5),
     Benchmark(
         "batch_sizes", "step", "python benchmarks/batch_sizes.py --logs LOGS --plot docs/static/batch-sizes.png", 60,
         "python benchmarks/batch_sizes.py --quick --logs LOGS", "Steps to a target loss",

@@ -86,7 +86,14 @@ def efficiencies() -> str:
         model = chip.compiler
         rates = [f"{x:.0%}" for x in (model.matmul_efficiency, model.hbm_efficiency, model.link_efficiency)]
         rows.append([f"`{chip.name}`", *rates, model.compiler, chip.source])
-    heads = ["chip", "matmuls", "memory traffic", "links", "table", "source of the chip's rates (~: less certain)"]
+    heads = [
+        "chip",
+        "matmuls, as the compiler assumes",
+        "memory traffic",
+        "links",
+        "table",
+        "source of the chip's rates (~: less certain)",
+    ]
     return table(heads, rows)
 
 

@@ -16,7 +16,7 @@ from flax import linen as nn
 
 import llama
 from llama import Head, SwiGLU, attention, dense, named, norm, rotate, scanned
-from meshpar.layers import moe
+from meshpar.layers import MoEExecution, moe
 
 FSDP = llama.FSDP
 EXPERT = "expert: model; batch: data+model"
@@ -34,6 +34,7 @@ class Config(llama.Config):
       q_rank, kv_rank: sizes of the latent queries (0: none), and of the latent keys and values.
       experts, chosen, expert_mlp, shared: number of experts, experts per token, their width, number of shared experts.
       groups, top_groups: number of expert groups, and the number of groups that a token may use.
+      exchange, overlap: how tokens are sent, as in :class:`mp.layers.MoEExecution`.
     """
 
     dense: int = 1
@@ -46,6 +47,8 @@ class Config(llama.Config):
     shared: int = 2
     groups: int = 1
     top_groups: int = 1
+    exchange: str | None = None
+    overlap: int = 1
 
 
 DEEPSEEK_16B = Config(embed=2048, layers=27, heads=16, kv_heads=16, mlp=10944, vocab=102400, rope_base=10_000.0)
@@ -179,6 +182,6 @@ class Experts(nn.Module):
         bias = weight("bias", nn.initializers.zeros, ("router",), c.experts)
         y, _ = moe(
             x, router, experts, router="deepseek_v3", k=c.chosen, shared=shared, bias=bias, scale=2.5,
-            expert_groups=c.groups, top_groups=c.top_groups,
+            expert_groups=c.groups, top_groups=c.top_groups, execution=MoEExecution(exchange=c.exchange, overlap=c.overlap),
         )  # fmt: skip
         return y

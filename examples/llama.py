@@ -10,6 +10,7 @@ cast before use, so they are gathered, and their gradients reduced, in bfloat16.
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 from collections.abc import Callable
@@ -43,6 +44,12 @@ LAYOUTS = {
 }
 
 DIMS = {"batch/*": "batch seq"}
+CONTRACTED = {  # dims of the weights that matmuls contract
+    "*/attention/{query,key,value}/kernel": "embed",
+    "*/attention/out/kernel": "heads head_dim",
+    "*/mlp/{gate,up}/kernel": "embed",
+    "*/mlp/down/kernel": "mlp",
+}
 CONTEXT_PARALLEL = ("ring", "ulysses", "gathered")
 
 Target = tuple[Callable[..., Any], tuple[Any, ...], dict[str, str]]
@@ -124,6 +131,15 @@ def llama3_8b(batch: int = 256, seq: int = 2048, **changes: Any) -> Target:
     return target(LLAMA3_8B, batch, seq, **changes)
 
 
+def llama3_8b_lora(batch: int = 256, seq: int = 2048, rank: int = 16, base: str = "", **changes: Any) -> Target:
+    """Adapters of the query and value projections of Llama 3 8B: 6.8e6 trained weights, and others that do not change.
+
+    Args:
+      base: ``int8`` or ``float8_e4m3fn``: the matmuls' weights that do not change are stored in 8 bits; by default bfloat16.
+    """
+    return adapters_target(dataclasses.replace(LLAMA3_8B, **changes), batch, seq, rank, base)
+
+
 def llama3_70b(batch: int = 512, seq: int = 4096, **changes: Any) -> Target:
     """Llama 3 70B: 70.6e9 weights."""
     return target(LLAMA3_70B, batch, seq, **changes)
@@ -157,6 +173,34 @@ def target(
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     step = step_of(model(config), config.microbatches)
     return step, (state, {"inputs": tokens, "targets": tokens}), DIMS
+
+
+def adapters_target(config: Config, batch: int, seq: int, rank: int, base: str = "") -> Target:
+    """The step that trains adapters alone: (step, (state, weights, batch), dims); ``base``: as for :func:`llama3_8b_lora`."""
+    model, tokens = Llama(config), jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+
+    def loss_of(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        loss: Any = model.apply({"params": params}, batch["inputs"], batch["targets"])
+        return loss
+
+    adapted = mp.train.lora(loss_of, "*/attention/{query,value}", rank=rank, dtype=jnp.float32)
+
+    def create(key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any]:
+        params = state_of(Llama, config, key)["params"]
+        params = jax.tree.map(lambda x: x.astype(config.dtype), params)
+        if base:
+            params = mp.layers.quantize(params, base, contract=CONTRACTED)
+        adapters: Any = adapted.init(key, params, batch)
+        return {"params": adapters, "opt": optimizer().init(adapters)}, params
+
+    def step(state: dict[str, Any], weights: Any, batch: dict[str, jax.Array]) -> tuple[dict[str, Any], jax.Array]:
+        """One update of AdamW on the adapters; returns the new state and the mean loss in nats a token."""
+        loss, gradients = jax.value_and_grad(adapted)(state["params"], weights, batch)
+        updates, opt = optimizer().update(gradients, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    inputs = {"inputs": tokens, "targets": tokens}
+    return step, (*jax.eval_shape(create, jax.random.key(0), inputs), inputs), DIMS
 
 
 def create_state(config: Config, key: jax.Array) -> dict[str, Any]:
@@ -217,7 +261,9 @@ def scanned(layer: type[nn.Module], config: Any, length: int | None = None, name
       length: number of layers; by default ``config.layers``.
     """
     if config.remat not in REMAT:
-        raise ValueError(f"there is no remat {config.remat!r}; there are {', '.join(REMAT)}")
+        near = difflib.get_close_matches(str(config.remat), REMAT, cutoff=0.4)
+        fix = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(REMAT)}"
+        raise mp.errors.TargetError(f"there is no remat {config.remat!r}", fixes=[fix])
     # a loop already keeps XLA from merging the two forward passes
     layer = nn.remat(layer, prevent_cse=False, policy=REMAT[config.remat])
     loop = nn.scan(

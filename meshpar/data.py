@@ -2,7 +2,7 @@
 
 from ._src.global_arrays import fetch
 from ._src.pods.data import batches, put
-from ._src.pods.foreign import from_safetensors
+from ._src.pods.foreign import from_peft, from_safetensors, to_peft
 from ._src.pods.packing import balance
 
-__all__ = ["balance", "batches", "fetch", "from_safetensors", "put"]
+__all__ = ["balance", "batches", "fetch", "from_peft", "from_safetensors", "put", "to_peft"]

@@ -1,12 +1,13 @@
-"""Functions of a train step: microbatches, precision, loss scales, low-bit state, offloading, local SGD, recomputation."""
+"""Functions of a train step: microbatches, precision, loss scales, 8-bit states, adapters, offloading, local SGD, recomputation."""
 
+from ._src.adapters import lora
 from ._src.entry.local_sgd import local_sgd
 from ._src.layers import checkpoint_policies
 from ._src.layers.accumulate import accumulate_gradients, microbatches_for
 from ._src.layers.loss_scale import LossScale, noise_scale
 from ._src.layers.low_bits import MOMENTS, low_bits
 from ._src.layers.offload import offload
-from ._src.layers.precision import Precision
+from ._src.precision import Precision
 
 __all__ = [
     "MOMENTS",
@@ -15,6 +16,7 @@ __all__ = [
     "accumulate_gradients",
     "checkpoint_policies",
     "local_sgd",
+    "lora",
     "low_bits",
     "microbatches_for",
     "noise_scale",

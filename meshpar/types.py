@@ -3,6 +3,7 @@
 ``mp.Layout``, ``mp.Plan`` and ``mp.Checkpoints`` are at the top level, ``Precision`` and ``LossScale`` in ``mp.train``.
 """
 
+from ._src.adapters import Adapted, Adapter
 from ._src.cost.decoding import Decoding
 from ._src.entry.exported import Exported, ExportedArray
 from ._src.entry.jitted import Jitted
@@ -25,6 +26,8 @@ from ._src.verify.profile import Measured, PlanProfile
 from ._src.verify.prove import Proof
 
 __all__ = [
+    "Adapted",
+    "Adapter",
     "Calibration",
     "CalibrationResult",
     "CalibrationRow",

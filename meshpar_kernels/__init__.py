@@ -23,6 +23,7 @@ from meshpar_kernels.dispatch import ragged_all_to_all as ragged_all_to_all
 from meshpar_kernels.exchange import all_to_all as all_to_all
 from meshpar_kernels.exchange import collective_permute as collective_permute
 from meshpar_kernels.exchange import quantized_all_gather as quantized_all_gather
+from meshpar_kernels.exchange import quantized_all_to_all as quantized_all_to_all
 from meshpar_kernels.exchange import quantized_reduce_scatter as quantized_reduce_scatter
 from meshpar_kernels.grouped_matmul import grouped_matmul as grouped_matmul
 from meshpar_kernels.grouped_matmul import grouped_matmul_transpose as grouped_matmul_transpose

@@ -256,15 +256,26 @@ def test_a_layout_of_those_for_every_model(run, planned):
 def test_the_next_command_after_a_plan(command):
     """A known scheme that fits or is faster, on the same mesh, with its figures; else a search."""
     llama = str(Path(__file__).parent.parent / "examples" / "llama.py") + ":llama3_8b"
-    where = ("--topology", "v5e:4x4", "--mesh", "data=16", "--set", "batch=16, layers=2")
+    where = ("--topology", "v5e:4x4", "--set", "batch=16, layers=2", "--mesh")
     slow, fast = (
-        command("plan", llama, *where, "--layout", layout)[1].splitlines()[-1] for layout in ("batch: data", "fsdp")
+        command("plan", llama, *where, f"{axis}=16", "--layout", layout)[1].splitlines()[-1]
+        for axis, layout in (("dp", "batch: dp"), ("data", "fsdp"))
     )
     assert slow.startswith("next  --layout ")
     assert fast.startswith("next  meshpar search ")
-    name = slow.split()[2].rstrip(":")
-    found = json.loads(command("plan", llama, *where, "--layout", name, "--json")[1])
+    layout = shlex.split(slow)[2].rstrip(":")
+    assert mp.Layout(layout).rules[0].axes == ("dp",)
+    found = json.loads(command("plan", llama, *where, "dp=16", "--layout", layout, "--json")[1])
     assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in slow
+
+
+def test_the_head_of_a_plan(run):
+    where = "plan small --mesh data=4 --topology v5e:2x2 --layout fsdp"
+    full, brief = (run(f"{where}{more}")[1] for more in ("", " --brief"))
+    head, _, following = brief.partition("\nnext")
+    assert head.rstrip() in full
+    assert "each device" not in brief
+    assert following in full
 
 
 def test_diff(run, tmp_path):
@@ -292,6 +303,16 @@ def test_run_plan(run, tmp_path):
     assert found["rows"][0]["job"]["steps"] == 10**6
     assert found["rows"][0]["cost"]["median"] == pytest.approx(found["rows"][0]["days"]["median"] * 24 * 4 * 1.5)
     assert 'data-draw="drawRuns"' in (tmp_path / "run.html").read_text("utf8")
+    status, out, err = run(
+        f"{where.replace('--layout dp ', '')} --search --tokens 1e9 --restart 0 --compile-time 0 --json"
+    )
+    assert status == 0, err
+    searched = json.loads(out)
+    assert searched["name"] == found["name"] == "small"
+    for row, fixed in zip(searched["rows"], found["rows"], strict=True):
+        assert row["job"]["step"] <= fixed["job"]["step"]
+    status, _, err = run(f"{where} --search --tokens 1e9")
+    assert (status, "--search chooses mesh and layout" in err) == (2, True)
     status, _, err = run(f"{where} --tokens 1e9 --mtbf soon")
     assert (status, "'soon' is no duration" in err) == (2, True)
     status, _, err = run("run-plan small --layout dp --tokens 1e9 --topologies v5e:2x2")
@@ -463,6 +484,9 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
         ("small --mesh data=4 --layout batch=data", "write `:` in rules: `batch: data`"),
         ("small --mesh data=4 --layout 'embd: data'", "did you mean `embed`?"),
         ("small --mesh data=3 --layout fsdp", "does not divide over data=3"),
+        ("small --mesh data=4 --layout 'mlp: tp'", 'give the mesh that axis: --mesh "data=4, tp=1"; rules'),
+        ("small --mesh data=4 --layout 'batch: dp'", "  fix     write `batch: data`"),
+        ("small --mesh data=4 --topology v5e:2x4", 'make the sizes multiply to 8: --mesh "data=8", or'),
         ("small --mesh data=4 --set mpl=3", "keyword argument 'mpl'\n  fix     did you mean `mlp`?"),
         ("configured --mesh data=4 --set layer=1", "  fix     did you mean `layers`?"),
         ("small --mesh data=4 --set mlp", "'mlp' is not `name=value`"),
@@ -521,6 +545,9 @@ def test_a_check_of_something_huge_is_refused(run):
     status, _, err = run("check small --layout dp --set mlp=1000000000")
     assert status == 2
     assert "its arguments are 59.60 GiB" in " ".join(err.split())
+    sizes = re.search(r'smaller sizes: --set "(.*)"', err)[1]
+    assert sizes == "mlp=64"
+    assert run(f"check small --layout dp --mesh data=2 --set '{sizes}'")[0] == 0
 
 
 def test_debug_lets_the_exception_through(target):
@@ -801,10 +828,17 @@ def test_the_help_has_the_width_of_the_terminal(columns, monkeypatch, capsys):
             assert text.index("what to plan:") < text.index("output:") < text.index("less common:")
 
 
-def test_without_arguments_there_are_three_commands_to_start_with(capsys):
+def test_without_arguments_there_are_commands_to_start_with(capsys):
     assert main([]) == 0
     text = capsys.readouterr().out
-    assert [line.split()[1] for line in text.splitlines() if line.startswith("  meshpar ")] == ["plan", "search", "lab"]
+    lines = [
+        re.split(" {4}(?!examples)", line.strip())[0].split()
+        for line in text.splitlines()
+        if line.startswith("  meshpar ")
+    ]
+    assert [line[1] for line in lines] == ["plan", "search", "lab", "plan"]
+    for line in lines:
+        assert command_parser().parse_args(shlex.split(" ".join(line[1:]))).topology
 
 
 def test_the_commands_are_listed_in_groups(capsys):

@@ -34,6 +34,10 @@ def arguments(embed: int = 16, mlp: int = 32, batch: int = 8):
     return {"up": shape(embed, mlp), "down": shape(mlp, embed)}, shape(batch, embed)
 
 
+def cudnn(x):
+    return jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+
+
 def plan(layout, dims=DIMS, fn=loss, args=None, mesh="data=4, model=2", **options):
     return mp.plan(fn, *(args or arguments()), mesh=mp.mesh(mesh), layout=layout, dims=dims, **options)
 
@@ -384,6 +388,22 @@ OTHERS = [  # (class, call, texts of the error)
         ],
     ),
     (E.UnknownAxisError, lambda: plan("batch: expert"), ["axes there are: data, model"]),
+    (E.UnknownAxisError, lambda: plan("batch: dp"), ["fix     write `batch: data`"]),
+    (
+        E.UnknownAxisError,
+        lambda: plan("batch: data+slice", mesh="dp_shard=8"),
+        ["fix     write `batch: dp_shard+slice`"],
+    ),
+    (
+        E.MeshError,
+        lambda: mp.plan(lambda x: x, shape(8), mesh="data=3, model=2", topology="v5e:4x4"),
+        ['fix     make the sizes multiply to 16: mesh="data=8, model=2", or write -1'],
+    ),
+    (
+        E.UnsupportedError,
+        lambda: plan("batch: data", {"x": "batch _ _ _"}, cudnn, (jnp.ones((8, 64, 4, 64), jnp.bfloat16),)),
+        ["only on a machine that has cuDNN", "test_errors.py:", "fix     mp.layers.attention(q, k, v, causal=True)"],
+    ),
     (
         E.UnknownAxisError,
         lambda: plan("batch: slice"),

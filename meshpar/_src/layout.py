@@ -66,6 +66,11 @@ OTHER_NAMES = {
     "ep": "expert_parallel",
 }
 """Name of a scheme in other libraries → its name here, for suggestions."""
+OTHER_AXES = {
+    **dict.fromkeys(("dp", "fsdp", "dp_shard"), "data"),
+    **{"tp": "model", "cp": "context", "ep": "expert", "dp_replicate": BETWEEN_SLICES},
+}
+"""Name of a mesh axis in other libraries → its name in the known schemes."""
 PIPELINE = "pipeline"
 """Name of the scheme that is combined with the others: ``"fsdp+pipeline"``."""
 _DEFAULT_AXES = {axis: axis for axis in ("data", "model", BETWEEN_SLICES, "context", "expert")}
@@ -302,8 +307,10 @@ class Layout:
         for rule, axis in ((r, a) for r in self.rules for a in r.axes if a not in mesh.shape):
             sizes = mesh_text(mesh.shape)
             fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
-            fixes += did_you_mean(axis, mesh.shape, "axes")
-            if not near(axis, mesh.shape):
+            same = [a for a in mesh.shape if OTHER_AXES.get(a, a) == OTHER_AXES.get(axis, axis)]
+            named = replace(rule, axes=tuple(same[0] if a == axis else a for a in rule.axes)) if same else rule
+            fixes += [f"write `{named}`"] if same else did_you_mean(axis, mesh.shape, "axes")
+            if not same and not near(axis, mesh.shape):
                 meshes = (mesh_text(_with_axis(mesh.shape, axis, size)) for size in (1, 2))
                 first, *others = dict.fromkeys(f'mp.mesh("{text}")' for text in meshes)
                 fixes.append(f"or give the mesh that axis: {first}; rules for `{axis}` then have no effect")

@@ -3,7 +3,7 @@
 With the default axes the name of a scheme is a layout too: ``mp.jit(step, layout="fsdp", ...)``.
 
 Each is a function of the names of mesh axes, and returns a :class:`meshpar.Layout` that can be printed, copied and edited. Dims
-are called as they mostly are: ``batch``, ``seq``, ``embed``, ``heads``, ``kv_heads``, ``mlp``, ``vocab``, ``experts``. All but
+are called as they mostly are: ``batch``, ``seq``, ``embed``, ``heads``, ``kv_heads``, ``mlp``, ``vocab``, ``expert``. All but
 ``batch`` are marked ``?``: a program need not have them, and one that does not divide is left unsharded, which the plan notes.
 """
 
@@ -125,7 +125,7 @@ def context_parallel(data: str = "data", context: str = "context") -> Layout:
 def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
     """FSDP, with the experts of a mixture over ``expert``, which splits the batch too: tokens travel to their experts.
 
-    Their dim is ``expert``, as in :func:`meshpar.layers.moe`, or ``experts``.
+    Their dim is ``expert``, as in :func:`meshpar.layers.moe` and in inferred names; ``experts`` of a model's own names is accepted.
 
     Example:
       >>> print(mp.layouts.expert_parallel())

@@ -11,8 +11,8 @@ import numpy as np
 
 from ..errors import DivisibilityError, PatternError, UnsupportedError
 from .compat import nnx
-from .dims import DimsLike, PartKey, PathDims, did_you_mean, fit_dims, format_dims, path_matches
-from .flax import Leaf, flatten_named
+from .dims import DimsLike, PartKey, PathDims, did_you_mean, format_dims, path_matches
+from .flax import Leaf, dims_of, flatten_named
 from .layers.block_codes import DTYPES, per_element, rounded
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -70,6 +70,11 @@ class Quantized:
         """The array in ``dtype`` (None: its own). It is multiplied by scales in float32, and rounded once."""
         scales = per_element(self.scales, self.shape)
         return (self.codes.astype(jnp.float32) * scales).astype(dtype or self.dtype)
+
+    @property
+    def T(self) -> jax.Array:
+        """The transposed dequantized array."""
+        return self.dequantize().T
 
     __jax_array__ = dequantize
     astype = dequantize
@@ -186,9 +191,7 @@ def _contracted(leaf: Leaf, spec: str | int | tuple[int, ...], patterns: PathDim
       PatternError: it does not have one of them.
     """
     shape = np.shape(leaf.value)
-    names = leaf.dims
-    if (match := patterns.match(leaf.path)) is not None:
-        names = fit_dims(match[1], shape, path=leaf.path, origin=f"the pattern {match[0]!r}")
+    names = dims_of(leaf, patterns)
     wanted = spec.split() if isinstance(spec, str) else [spec] if isinstance(spec, int) else list(spec)
     axes = []
     for dim in wanted:

@@ -6,6 +6,7 @@
     choose              the fastest algorithm by latency, bytes per link and copies
     table               schedules: which rank sends which slot to which rank in which step
     ppermute, ring_tpu  run a table: in JAX; in a TPU kernel
+    coded               collectives of 8-bit codes with block scales, on arrays of one device
     native              XLA's own collectives, over axes in any order
     tpu, gpu            one-shot all-reduce kernels
     nvls                all-gather and reduce-scatter in the NVLink switch

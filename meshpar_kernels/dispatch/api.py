@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels._choose import devices_on
+from meshpar_kernels.collectives import coded
 from meshpar_kernels.dispatch import reference
 from meshpar_kernels.dispatch.differentiable import KERNELS, exchange_slots, move_rows
 from meshpar_kernels.dispatch.plan import Dispatch, Sorted, merge, window
@@ -17,7 +18,9 @@ from meshpar_kernels.dispatch.runs import Axes, clip
 from meshpar_kernels.routing.plan import RoutePlan
 
 STRATEGIES = ("a2a", "ring")
-EXCHANGES = (None, "padded", *KERNELS)
+EXCHANGES = (None, "padded", "float8", *KERNELS)
+CODE_BLOCK = 128
+"""Elements of a row that share a scale with "float8"; all of them, if there are fewer."""
 
 
 def _size(op: str, operands: str, axis_name: Axes | None) -> int:
@@ -91,7 +94,7 @@ def ragged_all_to_all(
     sent, dropped = clip(input_offsets, send_sizes, output_offsets, rows=rows, sends=len(operand), receives=len(output))
     if implementation == "reference":
         return reference.ragged_all_to_all(operand, output, input_offsets, sent, output_offsets, axis_name), dropped
-    if implementation not in EXCHANGES:
+    if implementation not in (None, "padded", *KERNELS):
         raise ValueError(
             f"{op}: no implementation {implementation!r}; there are None, 'padded', 'pallas', 'pallas_tpu', "
             "'pallas_gpu', 'xla', 'reference'"
@@ -153,7 +156,9 @@ def expert_dispatch(
       exchange: how rows are sent to other devices with "a2a", in this function and in `expert_combine`. None and
         "padded": XLA's all-to-all of full buffers. "pallas": the kernel of `ragged_all_to_all`, directly from buffer to
         buffer; H must be a multiple of 128, and `rows` should be a multiple of 16. It is not the default, since it was
-        not timed on a TPU.
+        not timed on a TPU. "float8", with every strategy: rows, and in the backward pass their cotangents, are sent as
+        float8_e4m3fn with a float32 scale for each 128 elements (for each row, if H is less), as by `quantized_all_to_all`;
+        with "ring" as by `quantized_all_gather` and `quantized_reduce_scatter`.
 
     Returns:
       (buffer [R, H], `Dispatch`): R = devices·rows (a2a) or rows. The rows of the buffer are grouped by expert, in the
@@ -188,14 +193,17 @@ def expert_dispatch(
         return arranged(x, d.slots, d.sources), d
     assert axis_name is not None
     if strategy == "ring":
-        x = lax.all_gather(x, axis_name, tiled=True)
+        if exchange == "float8":
+            x = coded.gather(_float8(x, axis_name, devices), x)
+        else:
+            x = lax.all_gather(x, axis_name, tiled=True)
         if plan is not None:
             expert = jnp.where(plan.rows >= 0, expert, -1)
         expert = jnp.where((expert >= 0) & (expert < experts), expert, experts)
         own = lax.all_gather(expert, axis_name, tiled=True) - lax.axis_index(axis_name) * each
         weight = None if weight is None else lax.all_gather(weight, axis_name, tiled=True)
         d = _pick(Sorted.of(RoutePlan.of(own, each)), expert.shape[1], weight, rows, first, strategy="ring",
-                  axis_name=axis_name, devices=devices, tokens=tokens)  # fmt: skip
+                  axis_name=axis_name, devices=devices, tokens=tokens, exchange=exchange)  # fmt: skip
         return arranged(x, d.slots, d.sources), d
     rows = max(expert.size, 1) if rows is None else rows
     slots, sources, goes, counts = window(Sorted.of(plan or RoutePlan.of(expert, experts)), devices, rows, first)
@@ -239,6 +247,11 @@ def _check_dispatch(
         raise ValueError(f"{op}: strategy must be one of {STRATEGIES}, got {strategy!r}")
     if exchange not in EXCHANGES:
         raise ValueError(f"{op}: exchange must be one of {EXCHANGES}, got {exchange!r}")
+    if exchange == "float8" and ((x.shape[1] > CODE_BLOCK and x.shape[1] % CODE_BLOCK) or x.dtype.itemsize < 2):
+        raise ValueError(
+            f"{op}: exchange='float8' scales blocks of {CODE_BLOCK} elements of a row, and x is {x.dtype}{list(x.shape)}; "
+            f"H must be a multiple of {CODE_BLOCK}, or less, in float32, bfloat16 or float16"
+        )
     if weight is not None and weight.shape != expert.shape:
         raise ValueError(f"{op}: weight must be {list(expert.shape)}, got {list(weight.shape)}")
     if experts < 1 or experts % devices:
@@ -252,9 +265,18 @@ def _exchange(
 ) -> jax.Array:
     """All-to-all of slots, [devices·rows, H]. `goes` and `comes`: the numbers of valid rows, the first ones of every
     sent and received slot."""
+    if exchange == "float8":
+        return coded.swap(_float8(x, axis_name, len(goes)), x)
     if exchange not in KERNELS or 0 in x.shape:
         return lax.all_to_all(x, axis_name, 0, 0, tiled=True)
     return exchange_slots(op, exchange, x, goes.astype(jnp.int32), comes.astype(jnp.int32), axis_name)
+
+
+def _float8(x: jax.Array, axis_name: Axes, devices: int) -> coded.How:
+    """How rows x [R, H], and the cotangents that are sent back, become codes."""
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    codes = jnp.dtype(jnp.float8_e4m3fn)
+    return coded.How(axes, devices, codes, min(x.shape[1], CODE_BLOCK), backward_dtype=codes)
 
 
 def _pick(
@@ -314,6 +336,8 @@ def expert_combine(
         if weight is not None:
             weight = lax.all_gather(weight, d.axis_name, tiled=True)
         total = sum_back(y, weight, d.slots, d.sources, implementation)
+        if d.exchange == "float8":
+            return coded.scatter(_float8(total, d.axis_name, d.devices), total)
         return lax.psum_scatter(total, d.axis_name, scatter_dimension=0, tiled=True)
     assert d.rows is not None
     assert d.row_sources is not None

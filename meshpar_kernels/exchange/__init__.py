@@ -4,10 +4,11 @@
 
     dense      all-to-all and collective-permute: checks, choice of implementation, gradients
     tpu, gpu   their kernels
-    quantized  all-gather and reduce-scatter of 8-bit codes with block scales
+    quantized  all-gather, reduce-scatter and all-to-all of 8-bit codes with block scales
 """
 
 from meshpar_kernels.exchange.dense import all_to_all as all_to_all
 from meshpar_kernels.exchange.dense import collective_permute as collective_permute
 from meshpar_kernels.exchange.quantized import quantized_all_gather as quantized_all_gather
+from meshpar_kernels.exchange.quantized import quantized_all_to_all as quantized_all_to_all
 from meshpar_kernels.exchange.quantized import quantized_reduce_scatter as quantized_reduce_scatter

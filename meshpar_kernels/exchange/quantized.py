@@ -1,35 +1,20 @@
-"""All-gather and reduce-scatter whose arrays are sent in 8 bits with block scales."""
+"""All-gather, reduce-scatter and all-to-all whose arrays are sent in 8 bits with block scales."""
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._quantize import LARGEST, dequantize, quantize
-from meshpar_kernels.collectives.api import ALGORITHMS, all_gather, group, reduce_scatter
+from meshpar_kernels._quantize import LARGEST
+from meshpar_kernels.collectives import coded
+from meshpar_kernels.collectives.api import ALGORITHMS, group
+from meshpar_kernels.collectives.coded import EXCHANGES, How
 from meshpar_kernels.exchange.dense import all_to_all
-
-EXCHANGES = ("native", "pallas", "pallas_tpu", "pallas_gpu")
-"""Implementations of `all_to_all`."""
-
-
-class _How(NamedTuple):
-    """Static arguments: mesh axes of more than one device, number of devices, dtype of the codes, elements of a block,
-    implementation, and dtype of the codes of the transpose (None: it is exact)."""
-
-    axes: tuple[str, ...]
-    devices: int
-    dtype: Any
-    block: int
-    implementation: Any
-    backward_dtype: Any
 
 
 def quantized_all_gather(
@@ -85,7 +70,7 @@ def quantized_all_gather(
     """
     op = "quantized_all_gather"
     how = _check(op, x, axis_name, axis, dtype, block, implementation, backward_dtype, ALGORITHMS)
-    return _along(axis, _gather, how, x)
+    return _along(axis, coded.gather, how, x)
 
 
 def quantized_reduce_scatter(
@@ -134,17 +119,55 @@ def quantized_reduce_scatter(
       ValueError: as `quantized_all_gather`; or the dim is no multiple of the number of devices.
       NotImplementedError: the requested kernel cannot run; with every reason.
     """
-    op = "quantized_reduce_scatter"
-    how = _check(op, x, axis_name, axis, dtype, block, implementation, backward_dtype, EXCHANGES)
-    if x.shape[axis] % how.devices:
-        raise ValueError(
-            f"{op}: dimension {axis} of x{list(x.shape)} is no multiple of the {how.devices} devices of "
-            f"{', '.join(how.axes)}; pad it"
-        )
-    return _along(axis, _scatter, how, x)
+    how = _check(
+        "quantized_reduce_scatter", x, axis_name, axis, dtype, block, implementation, backward_dtype, EXCHANGES
+    )
+    return _along(axis, coded.scatter, how, x)
 
 
-def _along(axis: int, function: Callable[[_How, Any], Any], how: _How, x: jax.Array) -> jax.Array:
+def quantized_all_to_all(
+    x: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    dtype: Any = jnp.int8,
+    block: int = 128,
+    implementation: str | None = None,
+    backward_dtype: Any = None,
+) -> jax.Array:
+    """All-to-all of blocks that are sent in 8 bits with a float32 scale for each `block` elements. Call it inside
+    `jax.shard_map`.
+
+    All blocks are rounded, the one that stays on its device included. Each element is sent as 1 + 4 / block bytes. Limit: as of
+    `all_to_all` for so many bytes, and one read and one write of memory for each of the codes and the results. It has not
+    been timed on a device.
+
+    Error: as of `quantized_all_gather`.
+
+    Source: the dispatch of DeepSeek-V3 (2024, section 3.3), which quantizes tokens in blocks of 1 × 128 to float8_e4m3fn.
+
+    Example, tokens [devices · rows, embed] to the devices of their experts::
+
+        received = quantized_all_to_all(tokens, "expert", dtype=jnp.float8_e4m3fn, backward_dtype=jnp.float8_e4m3fn)
+
+    Args:
+      x: [..., A·m, ...]; block i along `axis` is sent to device i.
+      axis_name, axis, dtype, block: as in `quantized_all_gather`; received blocks are concatenated along `axis`.
+      implementation: as in `quantized_reduce_scatter`.
+      backward_dtype: dtype of the codes of the transpose, a `quantized_all_to_all` with the same blocks; None: the
+        transpose is an exact `all_to_all`.
+
+    Returns:
+      x's shape and dtype. Differentiable as `quantized_all_gather` is.
+
+    Raises:
+      ValueError, NotImplementedError: as `quantized_reduce_scatter`.
+    """
+    how = _check("quantized_all_to_all", x, axis_name, axis, dtype, block, implementation, backward_dtype, EXCHANGES)
+    return _along(axis, coded.swap, how, x)
+
+
+def _along(axis: int, function: Callable[[How, Any], Any], how: How, x: jax.Array) -> jax.Array:
     """`function` of x along a dim; x itself for one device, or no element."""
     if not how.axes or not x.size:
         return x
@@ -155,7 +178,7 @@ def _along(axis: int, function: Callable[[_How, Any], Any], how: _How, x: jax.Ar
 def _check(
     op: str, x: Any, axis_name: Any, axis: int, dtype: Any, block: int, implementation: str | None, backward_dtype: Any,
     implementations: Sequence[str],
-) -> _How:  # fmt: skip
+) -> How:  # fmt: skip
     """The static arguments. Raises ValueError for invalid arguments."""
     axes, sizes = group(op, x, axis_name)
     if implementation not in (None, *implementations):
@@ -174,73 +197,10 @@ def _check(
             raise ValueError(f"{op}: {name}={jnp.dtype(d).name} must be {known}")
     if block < 1:
         raise ValueError(f"{op}: block={block} must be at least 1; 128 fits TPUs")
+    devices = math.prod(sizes)
+    if implementations is EXCHANGES and x.shape[axis] % devices:
+        raise ValueError(
+            f"{op}: dimension {axis} of x{list(x.shape)} is no multiple of the {devices} devices of {', '.join(axes)}; pad it"
+        )
     back = None if backward_dtype is None else jnp.dtype(backward_dtype)
-    return _How(axes, math.prod(sizes), jnp.dtype(dtype), block, implementation, back)
-
-
-def _as_bytes(codes: jax.Array) -> jax.Array:
-    """The codes as int8: compilers for chips without float8 would send float8 as a wider dtype."""
-    return lax.bitcast_convert_type(codes, jnp.int8)
-
-
-def _tile_dims(shape: tuple[int, ...], block: int) -> tuple[int, ...] | None:
-    """(rows / 8, 8, columns / block, block) of an array [rows, columns] of this shape; None if they do not divide."""
-    rows, columns = math.prod(shape[:-1]), shape[-1] if shape else 0
-    return None if len(shape) < 2 or rows % 8 or columns % block else (rows // 8, 8, columns // block, block)
-
-
-def _to_tiles(x: jax.Array, shape: tuple[int, ...], block: int) -> jax.Array:
-    """[*leading dims, *shape] → [*leading dims, rows / 8, columns / block, 8, block]: with blocks of 128 the order in which
-    TPUs store it, so that quantization copies nothing. x itself if the numbers do not divide."""
-    dims = _tile_dims(shape, block)
-    return x if dims is None else jnp.swapaxes(x.reshape(*x.shape[: x.ndim - len(shape)], *dims), -2, -3)
-
-
-def _from_tiles(x: jax.Array, shape: tuple[int, ...], block: int) -> jax.Array:
-    """The inverse of `_to_tiles`."""
-    return x if _tile_dims(shape, block) is None else jnp.swapaxes(x, -2, -3).reshape(*x.shape[:-4], *shape)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: _How, x: jax.Array) -> jax.Array:
-    """[m, …] → [A·m, …]. Scales are sent as one row, since a last dim of few scales would be padded to 128."""
-    tiles = _to_tiles(x, x.shape, how.block)
-    codes, scale = quantize(tiles, how.dtype, how.block)
-    send = functools.partial(all_gather, axis_name=how.axes, implementation=how.implementation)
-    codes, scale = send(_as_bytes(codes)[None]), send(scale.reshape(1, -1)).reshape(-1, *scale.shape)
-    full = dequantize(lax.bitcast_convert_type(codes, how.dtype), scale, tiles.shape, 1)
-    return _from_tiles(full, x.shape, how.block).reshape(-1, *x.shape[1:]).astype(x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scatter(how: _How, x: jax.Array) -> jax.Array:
-    """[A·m, …] → [m, …]"""
-    shape = (x.shape[0] // how.devices, *x.shape[1:])
-    tiles = _to_tiles(x.reshape(how.devices, *shape), shape, how.block)
-    codes, scale = quantize(tiles, how.dtype, how.block, 1)
-    send = functools.partial(all_to_all, axis_name=how.axes, implementation=how.implementation)
-    codes, scale = send(_as_bytes(codes)), send(scale.reshape(how.devices, -1)).reshape(scale.shape)
-    addends = dequantize(lax.bitcast_convert_type(codes, how.dtype), scale, tiles.shape[1:], 1)
-    return _from_tiles(addends.sum(0), shape, how.block).astype(x.dtype)
-
-
-def _gather_bwd(how: _How, _: None, grad: jax.Array) -> tuple[Any]:
-    if how.backward_dtype is None:
-        return (reduce_scatter(grad, how.axes, implementation=_algorithm(how)),)
-    name = how.implementation if how.implementation in EXCHANGES else None
-    return (_scatter(how._replace(dtype=how.backward_dtype, implementation=name), grad),)
-
-
-def _scatter_bwd(how: _How, _: None, grad: jax.Array) -> tuple[Any]:
-    if how.backward_dtype is None:
-        return (all_gather(grad, how.axes, implementation=_algorithm(how)),)
-    return (_gather(how._replace(dtype=how.backward_dtype, implementation=_algorithm(how)), grad),)
-
-
-def _algorithm(how: _How) -> Any:
-    """The implementation of this name of the exact collectives, else None."""
-    return how.implementation if how.implementation in ALGORITHMS else None
-
-
-_gather.defvjp(lambda how, x: (_gather(how, x), None), _gather_bwd)
-_scatter.defvjp(lambda how, x: (_scatter(how, x), None), _scatter_bwd)
+    return How(axes, devices, jnp.dtype(dtype), block, implementation, back, all_to_all)

@@ -9,6 +9,8 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas.ops.tpu import flash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import meshpar as mp
 from meshpar._src.cost.flops import reread_bytes
@@ -227,6 +229,49 @@ def test_recomputation_is_work_but_not_the_models():
     assert remat.model_flops == plain.model_flops
     # relu(x @ up) again; the second product is not needed
     assert remat.compute - plain.compute == pytest.approx(FORWARD / 2 / 16 / 1.97e14)
+
+
+def splash_attention(length, heads, fused):
+    """JAX's TPU kernel for q, k and v [batch, heads, length, head_dim], causal."""
+    blocks = dict.fromkeys(("block_q", "block_kv", "block_kv_compute"), 128)
+    blocks |= dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute"), 128)
+    blocks |= {} if fused else dict.fromkeys(("block_q_dq", "block_kv_dq"), 128)
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((length, length))] * heads)
+    sizes = splash_attention_kernel.BlockSizes(**blocks, use_fused_bwd_kernel=fused)
+    return jax.vmap(splash_attention_kernel.make_splash_mha_single_device(mask, block_sizes=sizes))
+
+
+def heads_last(attention):
+    return lambda *qkv: jnp.swapaxes(attention(*(jnp.swapaxes(x, 1, 2) for x in qkv)), 1, 2)
+
+
+@pytest.mark.parametrize(
+    "kind", ["matmuls", "layer", "splash", "splash in shard_map", "splash, fused", "flash in shard_map"]
+)
+def test_attention_counts_six_matmuls_of_all_scores_whichever_kernel_computes_it(kind):
+    """Recomputed by ``jax.checkpoint`` and in its kernels; 2 · batch · heads · seq² · head_dim a matmul."""
+    batch, heads, length, width = 8, 2, 256, 128
+    dims = "batch heads seq! head_dim!"
+    rule = mp.kernel_rule(f"{dims}, {dims}, {dims} -> {dims}")
+    of = {
+        "matmuls": lambda: heads_last(functools.partial(jax.nn.dot_product_attention, is_causal=True)),
+        "layer": lambda: heads_last(functools.partial(mp.layers.attention, causal=True)),
+        "splash": lambda: rule(splash_attention(length, heads, False)),
+        "splash in shard_map": lambda: in_shard_map(splash_attention(length, heads, False)),
+        "splash, fused": lambda: in_shard_map(splash_attention(length, heads, True)),
+        "flash in shard_map": lambda: in_shard_map(flash_attention.flash_attention),
+    }
+
+    def in_shard_map(fn):
+        mesh = jax.sharding.AbstractMesh((16,), ("data",))
+        return jax.shard_map(fn, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P("data"), check_vma=False)
+
+    def step(*qkv):
+        return jax.value_and_grad(lambda qkv: jax.checkpoint(of[kind]())(*qkv).astype(jnp.float32).sum())(qkv)
+
+    x = array(2 * batch, heads, length, width)
+    flops = plan(step, x, x, x, layout="batch: data", dims={"*": "batch heads seq head_dim"}).time.model_flops
+    assert flops == pytest.approx(6 * 2 * 2 * batch * heads * length**2 * width, rel=0.01)
 
 
 def test_bounds_and_utilisation():

@@ -1,5 +1,5 @@
-"""Quantized all-gather and reduce-scatter on CPU devices, against float64: values within the stated errors, gradients, odd
-shapes, non-finite elements, and invalid arguments."""
+"""Quantized all-gather, reduce-scatter and all-to-all on CPU devices, against float64: values within the stated errors, gradients,
+odd shapes, non-finite elements, and invalid arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from kernel_cases import mesh_of, on_devices, simulated, stated_error
 
-from meshpar_kernels import quantized_all_gather, quantized_reduce_scatter
+from meshpar_kernels import quantized_all_gather, quantized_all_to_all, quantized_reduce_scatter
 
 RNG = np.random.default_rng(5)
 CODES = ["int8", "float8_e4m3fn"]
@@ -44,6 +44,8 @@ def test_results_are_within_the_stated_error(shape, dtype):
     allowed = bound(parts, dtype, 2).sum(0) + 1e-6 * np.abs(parts).sum(0)
     assert (np.abs(got - want) <= allowed).all()
     assert np.abs(got - want).max() > 0  # it is quantized
+    got = on_devices(lambda v: quantized_all_to_all(v, axes, dtype=dtype), mesh, x, order=axes)
+    np.testing.assert_array_less(np.abs(got - swapped(x)), swapped(bound(parts, dtype, 2).reshape(x.shape)) + 1e-30)
 
 
 def test_other_dims_dtypes_and_blocks():
@@ -56,6 +58,11 @@ def test_other_dims_dtypes_and_blocks():
     got = on_devices(lambda v: quantized_reduce_scatter(v, "a", axis=-1, block=8), mesh_of(8), x)
     want = np.stack(np.split(wide.sum(0), 8, -1))
     assert np.abs(got - want).max() <= np.abs(wide).max((1, 2, 3)).sum() * (1 / 254 + 2**-8)
+
+
+def swapped(x):
+    """The all-to-all of 8 devices along dim 1 of x, whose dim 0 is the device."""
+    return x.reshape(8, 8, -1, *x.shape[2:]).swapaxes(0, 1).reshape(x.shape)
 
 
 @pytest.mark.parametrize("backward", [None, *CODES])
@@ -74,6 +81,9 @@ def test_gradients_are_the_transposes_of_the_exact_collectives(backward):
     assert (np.abs(got - want) <= allowed).all()
     got, want = pull(quantized_reduce_scatter, c, x), x.reshape(-1, 128)
     allowed = 0 if backward is None else bound(x, backward).reshape(want.shape)
+    assert (np.abs(got - want) <= allowed).all()
+    got, want = pull(quantized_all_to_all, x, x), swapped(x)
+    allowed = 0 if backward is None else swapped(bound(x.reshape(8, 8, 2, 128), backward, 2).reshape(x.shape))
     assert (np.abs(got - want) <= allowed).all()
 
 
@@ -96,7 +106,7 @@ def test_codes_may_be_sent_by_rings_and_by_kernels():
     got = on_devices(lambda v: quantized_all_gather(v, "a", implementation="ring"), mesh_of(8), x)
     np.testing.assert_array_equal(got, want)
     x = draw(4, 32, 128)
-    for op in (quantized_all_gather, quantized_reduce_scatter):
+    for op in (quantized_all_gather, quantized_reduce_scatter, quantized_all_to_all):
         want = on_devices(lambda v, op=op: op(v, "a"), mesh_of(4), x)
         np.testing.assert_array_equal(simulated(lambda v, op=op: op(v, "a", implementation="pallas"), (4,), x), want)
 
@@ -114,6 +124,7 @@ def test_codes_may_be_sent_by_rings_and_by_kernels():
             "no implementation 'ring'; there are 'native'",
         ),
         (lambda v: quantized_reduce_scatter(v, "a", axis=1), "no multiple of the 8 devices of a; pad it"),
+        (lambda v: quantized_all_to_all(v, "a", axis=1), "quantized_all_to_all: dimension 1 .* no multiple of the 8"),
         (lambda v: quantized_reduce_scatter(v.astype(int), "a"), "x is int32; it must be float32, bfloat16 or float16"),
     ],
 )

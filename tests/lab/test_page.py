@@ -350,7 +350,9 @@ def test_known_layouts_and_the_candidates_of_a_search_are_chosen(page):
     points = page.locator(".candidates a")
     assert points.count() > page.locator(".start tbody tr").count()
     assert page.locator(".candidates a[tabindex='0']").count() == 1
-    assert f"capacity {format_memory(lab_program.planned(*state(page)).chip.per_device().hbm)}" in text_of_plot(page)
+    assert f"usable {format_memory(0.85 * lab_program.planned(*state(page)).chip.per_device().hbm)}" in text_of_plot(
+        page
+    )
     times, sizes = (re.findall(rf"([\d.]+) {unit}\b", text_of_plot(page)) for unit in ("[mµ]?s", "[KMG]iB"))
     assert min(len(times), len(sizes)) >= 3  # ticks
     other = page.locator(".candidates a[aria-checked=false]").nth(5)
@@ -396,7 +398,7 @@ def test_a_capacity_that_is_near_is_a_line_in_the_plot(page):
     page.route("**/ask", smaller)
     page.reload()
     page.locator(".start[aria-busy=false]").wait_for()
-    assert "capacity 6 MiB" in text_of_plot(page)
+    assert "usable 6 MiB" in text_of_plot(page)
     line = page.locator(".candidates [stroke-dasharray]").bounding_box()["y"]
     for point in page.locator(".candidates a").all():
         peak = float(re.search(r"([\d.]+) MiB", point.get_attribute("aria-label"))[1])

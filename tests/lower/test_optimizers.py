@@ -6,7 +6,10 @@ import jax
 import lowered
 import numpy as np
 import optax
+import optimizers
 import pytest
+
+import meshpar as mp
 
 RNG = np.random.default_rng(0)
 
@@ -53,3 +56,43 @@ def test_optimizers(name):
     state = {"params": params, "opt_state": optimizer.init(params)}
     embed = "opt.embed" if name == "lamb" else "embed"
     same(step, state, normal(8, 16, scale=1.0), layout=f"batch: data; mlp: model; {embed}: data", dims=dims)
+
+
+NEW = {
+    "schedule-free AdamW": lambda: optax.contrib.schedule_free_adamw(1e-2),
+    "Sophia": lambda: optax.contrib.sophia(1e-2, update_interval=1),
+    "Dion": lambda: optimizers.dion(1e-2, rank=4),
+    "SOAP": lambda: optimizers.soap(1e-2),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_states_are_sharded_like_the_parameters_and_a_second_step_is_that_of_one_device(name):
+    case, optimizer, dims = optimizers.CASES[name], NEW[name](), optimizers.DIMS
+    step, x = optimizers.step_of(optimizer), normal(16, 8, scale=1.0)
+    state, _ = jax.jit(step)(optimizers.create(optimizer, 4, 8, jax.random.key(0)), x)
+    places = ("data=4, idle=2", case.fsdp, ("shard_map", "jit")), ("data=2, model=4", case.tensor, ("shard_map",))
+    for mesh, layout, lowerings in places:
+        lowered.same(step, state, -x, layout=layout, meshes=[mesh], lowerings=lowerings, dims=dims)
+        plan = mp.plan(step, state, x, mesh=mesh, layout=layout, dims=dims)
+        specs = {v.path: v.spec for v in plan.inputs}
+        moments = [v for v in plan.inputs if v.kind == "opt" and v.shape == (4, 8, 32)]
+        assert len(moments) >= 2
+        if "opt." not in layout:
+            assert {v.spec for v in moments} == {specs["state/params/up"]}
+        assert optimizers.share_of_state(plan) < (1.01 if layout != optimizers.TENSOR else 1.5)
+
+
+def test_dion_is_an_orthonormal_update_of_low_rank_with_error_feedback():
+    """Ahn et al., *Dion: Distributed Orthonormalized Updates*, algorithm 1, in NumPy on one matrix."""
+    rank, g, tx = 3, normal(1, 8, 12), optimizers.dion(0.1, rank=3, momentum=0.9)
+    state = tx.init({"w": g})
+    for _ in range(3):
+        b = np.float64(state.mu["w"][0] + g[0]).T
+        p = np.linalg.qr(b @ np.float64(state.factor["w"][0]))[0]
+        r = b.T @ p
+        q = r / np.linalg.norm(r, axis=0)
+        updates, state = tx.update({"w": g}, state)
+        np.testing.assert_allclose(updates["w"][0].T, -0.1 * (12 / 8) ** 0.5 * p @ q.T, atol=1e-5)
+        np.testing.assert_allclose(state.mu["w"][0].T, b - 0.1 * p @ r.T, atol=1e-5)
+        assert np.linalg.matrix_rank(updates["w"][0], tol=1e-5) == rank

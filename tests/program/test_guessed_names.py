@@ -203,8 +203,8 @@ def test_experts_by_ragged_matmuls_and_by_stacks():
     up, down = (4, EMBED, MLP), (4, MLP, EMBED)
     sizes = {"table": (VOCAB, EMBED), "router": (EMBED, 4), "up": up, "down": down, "up2": up, "down2": down}
     found = dims_of(*trained(loss, shapes(sizes)), batch_of())
-    assert found["state/params/up"] == found["state/params/up2"] == "experts embed mlp"
-    assert found["state/params/down"] == found["state/params/down2"] == "experts mlp embed"
+    assert found["state/params/up"] == found["state/params/up2"] == "expert embed mlp"
+    assert found["state/params/down"] == found["state/params/down2"] == "expert mlp embed"
 
 
 def test_a_convolutional_net_with_squeeze_and_excitation():
@@ -255,6 +255,44 @@ def test_the_mapping_can_be_pasted():
     dims = mp.infer_dims(step, state, batch_of())
     assert dims["*/up"] == "embed mlp"
     assert dims_of(step, state, batch_of(), dims=dims) == dims_of(step, state, batch_of())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_pattern_matches_no_state_of_another_parameter(seed):
+    """Random names of weights, with those of optax's states, and some that differ by numbers only."""
+    from meshpar._src.dims import path_matches
+    from meshpar._src.program.patterns import patterns_of
+
+    rng = np.random.default_rng(seed)
+    optimizer = [optax.adamw(1e-3), optax.adafactor(1e-3), optax.sgd(0.1, momentum=0.9), optax.rmsprop(0.1)][seed % 4]
+    names = "n1 n2 mu nu m m1 v v1 v2 c1 c2 count t1 trace up down step1 v_row scale router".split()
+    block, names = rng.choice(["m1", "n3", "layers", "block_0"]), list(rng.permutation(names))
+    pairs = [names[4 * k : 4 * k + 3] for k in range(4)]
+
+    def loss(params, x):
+        for up, down, scale in pairs:
+            w = params[block]
+            x += jax.nn.relu(x @ w[up] * params[scale]) @ w[down]
+        return (x**2).mean()
+
+    weights = {n: s for up, down, _ in pairs for n, s in ((up, (EMBED, MLP)), (down, (MLP, EMBED)))}
+    step, state = trained(loss, shapes({block: weights} | {scale: (MLP,) for *_, scale in pairs}), optimizer)
+    x = shapes((4, EMBED))
+    program = mp.plan(step, state, x, mesh="data=1", layout="").program.traced
+    patterns = patterns_of(program)
+    own = {}
+    for value in program.inputs:
+        found = next((dims for pattern, dims in patterns.items() if path_matches(pattern, value.path)), None)
+        if value.kind != "opt":
+            assert [{"batch": 4, "embed": EMBED, "mlp": MLP}[name] for name in found.split()] == list(value.shape)
+            own[value.path.removeprefix("state/params/")] = value, found
+    for value in (v for v in program.inputs if v.kind == "opt"):
+        found = next((dims for pattern, dims in patterns.items() if path_matches(pattern, value.path)), None)
+        ends = [path for path in own if value.path.endswith(f"/{path}")]
+        parameter, dims = own[max(ends, key=len)] if ends and value.shape else (None, None)
+        assert found in (dims, None), value.path
+        if parameter is not None and value.shape == parameter.shape:
+            assert program.dims(value) == program.dims(parameter), value.path
 
 
 def test_time_before_the_batch():
@@ -387,8 +425,21 @@ def test_positions_of_the_patches_of_an_image():
 def test_an_unknown_dim_has_the_inferred_names_in_its_error():
     step, state = trained(*decoder())
     with pytest.raises(mp.errors.UnknownDimError, match=r"names are inferred from uses: embed \(24\)") as e:
-        mp.plan(step, state, batch_of(), mesh="data=4", layout="experts: data")
+        mp.plan(step, state, batch_of(), mesh="data=4", layout="expert: data")
     assert "`mlp` is probably meant" in str(e.value)
+
+
+def test_an_unknown_dim_shows_heads_and_head_dim_that_are_one_dim():
+    step, state = trained(*decoder(fused=True))
+    with pytest.raises(mp.errors.UnknownDimError) as e:
+        mp.plan(step, state, batch_of(), mesh="data=4", layout="rank: data")
+    assert f"kv_heads ({KV} × {HEAD_DIM}), heads ({HEADS} × {HEAD_DIM})" in str(e.value)
+
+
+def test_a_size_that_does_not_divide_says_that_its_name_is_inferred():
+    step, state = trained(*decoder())
+    with pytest.raises(mp.errors.DivisibilityError, match=r"dims +mlp embed \(inferred; dims= gives other names\)"):
+        mp.plan(step, state, batch_of(), mesh="data=3", layout="mlp: data")
 
 
 def test_names_of_the_user_win():

@@ -104,6 +104,49 @@ def test_activations_that_do_not_fit_get_a_hint_that_makes_the_plan_fit():
     assert deep(2**20, jax.checkpoint).memory.peak < plan.memory.peak
 
 
+def scanned(layout, mesh, wrap=jax.checkpoint):
+    """The plan of a train step of 32 scanned layers on v5e."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    def step(params, x):
+        def loss(params):
+            return (jax.lax.scan(wrap(layer), x, params)[0] ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+    weights = {"up": f32(32, 1024, 4096), "down": f32(32, 4096, 1024)}
+    where = {"mesh": mesh, "topology": "v5e:2x4", "layout": layout, "donate_argnames": "params"}
+    return mp.plan(step, weights, f32(2**19, 1024), **where)
+
+
+def test_an_axis_that_no_rule_uses_is_the_first_hint():
+    """Each of its rules exists, and has the memory of the plan with this rule."""
+    plan = scanned("batch, embed: dp", "dp=4, tp=2")
+    idle, activations = memory_hints(plan)
+    found = re.findall(r"`([^`]*: [^`]*)` \(([^)]*)\)", idle)
+    assert [rule for rule, _ in found] == ["batch: dp+tp", "mlp: tp"]
+    for rule, memory in found:
+        others = "embed: dp" if "batch" in rule else "batch, embed: dp"
+        assert format_memory(plan.replan(layout=f"{rule}; {others}").memory.peak) == memory
+    assert "no rule uses `tp`, so that its 2 devices do the same work" in idle
+    assert str(plan).split("\n")[1].startswith("fix  no rule uses `tp`")
+    assert "jax.checkpoint" not in activations  # the largest saved array stacks the inputs of the layers
+    assert "mp.train.accumulate_gradients" in activations
+    assert not any("no rule uses" in hint for hint in memory_hints(scanned("batch: dp+tp", "dp=4, tp=2")))
+    assert "jax.checkpoint" in memory_hints(scanned("batch, embed: dp", "dp=4, tp=2", wrap=lambda layer: layer))[1]
+
+
+def test_a_rule_that_makes_a_pipeline_says_so_and_is_the_last_one():
+    (first, _) = memory_hints(scanned("batch: dp; embed?: dp; mlp: none", "dp=4, tp=2"))
+    assert first.startswith("no rule uses `tp`")
+    (rule, _) = memory_hints(scanned("batch: dp; mlp: tp", "dp=4, tp=2"))
+    assert rule.startswith("a rule `embed: dp` at the end")
+    (rule, _) = memory_hints(scanned("batch, embed: dp; mlp: tp; layers?: none", "dp=4, tp=2"))
+    assert "pipeline" not in rule
+
+
 def test_plans_that_fit_and_large_weights_get_no_such_hint():
     assert memory_hints(deep(2**12)) == []
     where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data"}

@@ -47,6 +47,24 @@ def test_the_bar_of_a_devices_memory(peak, filled, colour):
     assert {style.removeprefix("bold ") for text, style in styles_of(bar) if "█" in text} == {colour}
 
 
+def test_the_head_has_the_rate_of_tokens_and_the_share_of_the_step_that_sends():
+    tokens, table = jax.ShapeDtypeStruct((64, 512), jnp.int32), jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+    dims = {"table": "vocab embed", "tokens": "batch seq"}
+
+    def loss(table, tokens):
+        return jnp.square(table[tokens] @ table.T).mean()
+
+    where = {"mesh": "data=8", "topology": "tpu7x:2x2x1", "layout": "batch, vocab: data"}
+    plan = mp.plan(jax.grad(loss), table, tokens, dims=dims, **where)
+    text = plain(plan, 160)
+    assert f"{64 * 512 / plan.seconds / 4:,.0f} tokens/s a chip" in text  # of two devices
+    (bar,) = (line.partition("[")[2].partition("]")[0] for line in text.splitlines() if line.startswith("  sends"))
+    share = sum(c.total_seconds for c in plan.collectives) / plan.seconds
+    assert 0.02 < share < 0.98
+    assert bar.count("█") == pytest.approx(BAR_CELLS * share, abs=0.5)
+    assert len(bar) == BAR_CELLS
+
+
 @pytest.mark.parametrize(("rows", "label"), [(13.3, "fits"), (13.5, "tight"), (15.8, "too large")])
 def test_a_plan_above_the_memory_that_a_search_allows_is_tight(rows, label):
     """``rows`` × 1 GiB of weights on a device with 15.75 GiB, of which a search allows 85 %, 13.39 GiB."""

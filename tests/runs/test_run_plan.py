@@ -10,7 +10,7 @@ from browser import chromium
 
 import meshpar as mp
 from meshpar._src.hardware.chips import CHIPS
-from meshpar._src.units import format_duration
+from meshpar._src.units import format_count, format_duration
 from meshpar.errors import MeshError, UnsupportedError
 
 DIMS = {"state/params/*": "vocab embed", "state/opt/*": "vocab embed", "tokens": "batch seq"}
@@ -51,6 +51,13 @@ def test_numbers_of_a_run(plan):
     assert row.days.median == np.median(out.seconds) / 86400
     assert row.days.low < row.days.median < row.days.high
     assert row.cost.median == pytest.approx(row.days.median * 24 * 64 * 4.2)
+    days = np.percentile(out.seconds, (5, 95)) / 86400
+    assert (row.days.low, row.days.high) == pytest.approx((days[0] * (1 - 0.124), days[1] * (1 + 0.124)))
+    assert row.mfu == plan.time.mfu
+    text = " ".join(str(run).split())
+    assert f"{run.step_tokens / plan.seconds / 64:,.0f}" in text
+    assert f"{format_count(row.cost.median / 1e3)}" in text  # of 1e12 of 1e15 tokens
+    assert "step 0.876 to 1.124 × the planned time" in text
     assert row.goodput.median == pytest.approx(job.step * job.steps / np.median(out.seconds))
     assert sum(row.parts) == pytest.approx(np.mean(out.seconds))
     assert row.failures.median == pytest.approx(np.median(out.seconds) / job.mtbf, rel=0.1)
@@ -91,7 +98,13 @@ def test_several_topologies(plan, tmp_path):
     text = (tmp_path / "run.txt").read_text()
     assert all(r.topology in text for r in run.rows)
     shortest, longest = map(format_duration, run.best.save_seconds)
-    assert f"; save every {run.best.save_every:,} steps, {longest} (at most 1 % longer than every {shortest})" in text
+    save = f"; save every {run.best.save_every:,} steps, {longest} (at most 1 % longer than every {shortest})"
+    assert save in " ".join(text.split())
+    cheap, fast = run.cheapest, run.best
+    assert cheap != fast
+    verdict = f"result  cheapest on {cheap.topology}: {cheap.days.median:,.1f} days, cost "
+    assert verdict in text
+    assert f"; shortest on {fast.topology}: {fast.days.median:,.1f} days, cost " in " ".join(text.split())
     assert "price         4.2 for an hour of a v5p, 0.1 for an hour of a v5e: given" in text
 
 

@@ -32,7 +32,7 @@ from meshpar._src.search.result import MAX_TERMINAL_ROWS
 from meshpar._src.search.row import Row
 from meshpar._src.search.selection import Candidate, _choice, one_per_kind, with_merged_axes
 from meshpar._src.search.space import Point, Space, meshes
-from meshpar._src.units import format_seconds
+from meshpar._src.units import format_memory
 
 OPTIMIZER = optax.adam(1e-3)
 V5E = parse_topology("v5e:4x4").chip.per_device().hbm
@@ -330,12 +330,17 @@ def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
     for row in got.rows:
         assert row.mfu == pytest.approx(got.plan(row).time.mfu, rel=1e-6)
     turned = replace(got.best, mesh=", ".join(reversed(got.best.mesh.split(", "))), seconds=2 * got.best.seconds)
-    assert got._why_not(turned) == f"{format_seconds(got.best.seconds)} slower than ★" + (
+    assert got._why_not(turned) == "2 × as long as ★" + (
         "; another order of the axes: other places on the torus" * (turned.mesh != got.best.mesh)
     )
     less = replace(got.best, layout="batch: data", seconds=1.001 * got.best.seconds)
-    assert got._why_not(less) == "as fast as ★, but less simple"
-    assert got._why_not(replace(less, seconds=0.98 * less.seconds)).endswith(" faster than ★, but less simple")
+    simpler = (got.best.rules, got.best.uses) > (1, 1)
+    assert got._why_not(less) == "as fast as ★" + ", but less simple" * (not simpler)
+    many = replace(less, layout="batch: data; embed: model; vocab: model; mlp: model", seconds=0.98 * less.seconds)
+    assert got._why_not(many) == "1.9 % faster than ★, but less simple"
+    large = replace(less, seconds=1.02 * got.best.seconds, peak=got.usable)
+    scarce = f", and needs {format_memory(got.usable - got.best.peak)} more memory, which is scarce" * simpler
+    assert got._why_not(large) == "2.0 % slower than ★" + scarce
     assert got._why_not(replace(turned, fits=False, peak=got.usable + 2**30)) == "too large by 1.00 GiB"
     assert got._why_not(got.best) == ""
 
@@ -626,7 +631,7 @@ def test_rows_of_one_kind_and_cost_are_one_row():
     )
     smaller = candidate("batch: data; mlp: model", 1.0, peak=0.5, data=4, model=4)
     shown = one_per_kind([best, same, named, other_kind, slower, slower_too, smaller])
-    assert shown == [best, named, other_kind, slower_too, smaller]
+    assert shown == [best, named, other_kind, slower, smaller]
 
 
 @pytest.mark.parametrize("values", [2, "full", (), [], {1, 2}, None])
@@ -637,15 +642,16 @@ def test_choices_that_are_no_list_are_refused(values):
 
 
 def test_a_choice_is_not_dominated_by_a_faster_and_smaller_candidate():
-    """Of candidates within 3 % the simplest one, unless another one is faster and needs much less memory."""
-    evaluation: Any = SimpleNamespace(objective="time", usable=1e9)
+    """Of candidates within 3 % the simplest one, unless memory is scarce and another one is faster and needs much less of it."""
 
-    def choice(peak):
+    def choice(peak, usable=150.0):
+        evaluation: Any = SimpleNamespace(objective="time", usable=usable)
         simple = Row("data=8", "batch: data", 1.02, 100.0, 0.0, True)
         return _choice(evaluation, [Row("data=8", "batch: data; embed: data", 1.0, peak, 0.0, True), simple]).rules
 
     assert choice(peak=95.0) == 1
     assert choice(peak=80.0) == 2
+    assert choice(peak=80.0, usable=200.0) == 1
 
 
 @pytest.mark.slow

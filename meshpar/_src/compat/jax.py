@@ -734,6 +734,24 @@ def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     return closed if number_of_equations(live) == number_of_equations(closed) else live
 
 
+def on_platform(closed: ClosedJaxpr, platform: str) -> ClosedJaxpr:
+    """The jaxpr as it is compiled for a platform (``tpu``, ``cuda``, ``cpu``), without dead code: each
+    ``jax.lax.platform_dependent`` has its branch in place of all branches."""
+
+    def chosen(jaxpr: Jaxpr) -> Jaxpr:
+        return jaxpr.replace(eqns=list(map(of_equation, jaxpr.eqns)))
+
+    def of_equation(eqn: JaxprEqn) -> JaxprEqn:
+        platforms, bodies = eqn.params.get("branches_platforms"), [chosen(body) for body, _ in bodies_of(eqn)]
+        if platforms is not None:
+            own = next((k for k, names in enumerate(platforms) if names is None or platform in names), None)
+            if own is not None:
+                return eqn.replace(params={**eqn.params, "branches": (eqn.params["branches"][own],) * len(platforms)})
+        return replace_body(eqn, bodies) if bodies else eqn
+
+    return without_dead_code(ClosedJaxpr(chosen(closed.jaxpr), closed.consts))
+
+
 def is_tracer(x: Any) -> bool:
     """Whether a value is being traced (inside ``jax.jit``, ``jax.grad``)."""
     return isinstance(x, core.Tracer)

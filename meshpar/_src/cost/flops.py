@@ -14,7 +14,7 @@ from ..hardware.chips import Chip
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Run
-from ..program.ir import Program
+from ..program.ir import Frame, Program
 from ..program.kernels import KernelWork
 from ..program.names import SubDim
 from .caching import cached_on_plan
@@ -143,13 +143,24 @@ def _local_matmul_dims(run: Run, sizes: Mapping[str, int]) -> tuple[int, int, in
 
 
 def model_flops(plan: Plan) -> float:
-    """FLOPs of the program's matmuls on all devices together, without recomputation, redundant work and idle slots of pipelines."""
+    """FLOPs of the program's matmuls on all devices together, without recomputation, redundant work and idle slots of pipelines.
+
+    Attention counts two matmuls with all scores in the forward pass and four in the backward pass, whatever the mask and the kernel
+    are (Chowdhery et al., PaLM, 2022, appendix B: 6 FLOPs a parameter and token, and 12 · layers · heads · head_dim · seq).
+    """
     return plan.program.traced.cached(_model_flops)
 
 
-def _model_flops(program: Program) -> float:
-    runs = program.root.walk_counted()
-    return sum((count * op.primitive.flops(op.eqn) for op, count in runs if not in_recomputation(op.eqn)), 0.0)
+def _model_flops(program: Program, frame: Frame | None = None) -> float:
+    """The model FLOPs of one run of a frame, by default of the program.
+
+    A recomputed call is left out with its ops, which do not say that they are recomputed."""
+    total = 0.0
+    for op in (frame or program.root).ops:
+        if not in_recomputation(op.eqn):
+            inner = (_model_flops(program, f) * (1 if f.trip_count is None else f.trip_count) for f in op.frames)
+            total += op.primitive.flops(op.eqn, model=True) + sum(inner)
+    return total
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,7 +348,7 @@ class _Clock:
         separate, how, start = separate_collectives(step), self.overlapped.get(kernel), self.now
         hidden_by = math.fsum(self.times[matmul].seconds for matmul in self.concurrent.get(kernel, ()))
         for c in step.sends:
-            seconds = c.seconds or 0.0
+            seconds, during = c.seconds or 0.0, c.hidden if self.plan.is_async(c.op) else 0.0
             if c not in separate:
                 yield Transfer(c, kernel, self.now, self.now + seconds, True)
                 continue
@@ -359,7 +359,7 @@ class _Clock:
                     seconds += self.zeros_seconds(kernel)
             if not is_async:
                 start = max(start, self.now)
-                self.now = start + seconds - c.hidden
+                self.now = start + seconds - during
             elif how is None:
                 hidden, hidden_by = min(seconds, hidden_by), max(0.0, hidden_by - seconds)
                 self.now += seconds - hidden
@@ -372,7 +372,7 @@ class _Clock:
                 self.links_free = start + seconds
                 self.sent.append(self.links_free)
             yield Transfer(c, kernel, start, start + seconds, is_async)
-            start += seconds - c.hidden
+            start += seconds - during
 
 
 def _is_merged(plan: Plan, c: Collective) -> bool:

@@ -33,7 +33,7 @@ from ..search import search as search_from
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
 from ..verify.check import Report, check_layouts, each_layout
-from ..verify.prove import Proof
+from ..verify.prove import Proof, prove_program
 from .arguments import is_static
 from .jitted import NO_DONATION, Jitted, LayoutLike, P, R, with_devices
 from .options import CallKeywords, DimsPatterns, Lowering, SearchCallKeywords, StepKeywords, StepOptions, path_dims
@@ -350,6 +350,7 @@ def prove(
     layout: LayoutLike | None = None,
     topology: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
+    program: Callable[..., Any] | None = None,
     **options: Unpack[CallKeywords],
 ) -> Proof:
     """Prove that the per-device program of a function computes the function as it was written, for these shapes on this mesh.
@@ -363,6 +364,8 @@ def prove(
       *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
       **options: options as named below; other keywords are keyword arguments of ``fn``.
       mesh, layout, topology, kwargs, dims, …: as in :func:`plan`; a step of :func:`jit` is proven under its own layout and mesh.
+      program: a program of the same arguments, with a ``jax.shard_map`` of your own inside, which is proven in place of meshpar's;
+        it needs no layout.
 
     Returns:
       A :class:`meshpar.types.Proof`: print it, or read ``proven``, ``results``, ``failed``, ``assumptions``. A result is
@@ -377,7 +380,13 @@ def prove(
       >>> proof = mp.prove(train_step, params, x, mesh="data=4, model=2", layout="batch: data; mlp: model", dims=dims)
       >>> proof.proven, proof.share
       (True, 1.0)
+      >>> local = lambda x: jax.lax.psum(x.sum(), "data")
+      >>> own = jax.shard_map(local, mesh=mp.mesh("data=8"), in_specs=P("data"), out_specs=P())
+      >>> mp.prove(lambda x: x.sum(), jax.ShapeDtypeStruct((64,), "float32"), program=own).status
+      'proven'
     """
+    if program is not None:
+        return prove_program(*(jax.make_jaxpr(f)(*args, **(kwargs or {})) for f in (fn, program)))
     return _step_on("prove", fn, mesh, layout, topology, options).plan(*args, **(kwargs or {})).prove()
 
 

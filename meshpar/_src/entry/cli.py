@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -36,7 +37,7 @@ from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
-from ..layout import BETWEEN_SLICES, characteristic_dims, scheme_name, scheme_text, similar_schemes
+from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
 from ..options import add_flags, given_flags
 from ..plan_api import Plan
@@ -48,7 +49,8 @@ from ..report.facts import fits
 from ..report.hints import topology_for_state
 from ..report.names import names_table
 from ..report.tables import hanging
-from ..runs import RunOptions
+from ..report.text import plan_renderable
+from ..runs import RunOptions, run_plan_of
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
@@ -84,6 +86,7 @@ meshpar shards JAX programs. To start, in a clone:
   meshpar plan   examples/llama.py:llama3_8b --topology v5p:4x4x8    memory, communication and time of a layout
   meshpar search examples/llama.py:llama3_8b --topology v5e:16x16    a good mesh and layout
   meshpar lab    examples/llama.py:llama3_8b --topology v5e:16x16    a page to edit both
+  meshpar plan   examples/llama.py:llama3_8b --topology "4x h100:8" --set attention=gathered    on GPUs
 
 `meshpar --help` lists all commands."""
 EXIT = """\
@@ -128,6 +131,7 @@ def _show_error(error: MeshparError) -> None:
     head, *lines = str(error).split("\n")
     shown, style = list[Any]([Text.assemble((type(error).__name__, "bold red"), f": {head}")]), ""
     for line in lines:
+        line = re.sub(r'mp\.mesh\(("[^"]*")\)|\bmesh=(?=")', lambda call: f"--mesh {call[1] or ''}", line)
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
         style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
         shown.append(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
@@ -148,7 +152,7 @@ GROUPS = {
 }
 """Group of commands → their names, in the order of the help."""
 FLAG_GROUPS = {
-    "output": "--json --html --open --csv --steps --write --port --no-browser",
+    "output": "--json --html --open --csv --steps --write --brief --port --no-browser",
     "less common": "--lowering --overlap --schedule --gather --strict --donate --options --calibration --tokens --names --debug",
 }
 """Groups of flags in the help of a command, after the flags that say what to plan."""
@@ -324,6 +328,7 @@ def _plan_arguments(add: Add) -> None:
     tokens = "the step generates a token of each sequence of this dim (batch): add its rates"
     add("--tokens", metavar="DIM", help=tokens)
     add("--csv", metavar="FILE", help="write the table of collectives as CSV")
+    add("--brief", action="store_true", help="print only the head: memory, step, bytes sent, the costliest rule")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
 
 
@@ -334,6 +339,7 @@ def _run_plan_arguments(add: Add) -> None:
     add("--topologies", required=True, metavar="LIST", help=several)
     add("--mesh", help='axes and sizes, of which -1 fills a topology: "data=-1, model=8" (default: one axis `data`)')
     add("--layout", help=LAYOUT)
+    add("--search", action="store_true", help="search the best mesh and layout of each topology")
     add_flags(add, RunOptions)
     add("--html", metavar="FILE", help="write the result as an HTML page, with a chart of days by save interval")
     add_flags(add, StepOptions)
@@ -424,7 +430,8 @@ def _plan(args: argparse.Namespace) -> int:
         plan = plan.with_tokens(args.tokens)
     if args.csv:
         _save_csv(plan, args.csv)
-    _show(args, plan, text=plan.steps_text() if args.steps else None)
+    brief = shown_text(plan_renderable(plan, brief=True)) if args.brief else None
+    _show(args, plan, text=plan.steps_text() if args.steps else brief)
     if not args.json and not args.steps and plan.chip is not None:
         _show_next(_next_step(args, plan))
     if args.open:
@@ -440,14 +447,16 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
     used = {axis for rule in plan.layout.rules for axis in rule.axes}
+    own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
     for name, scheme in PRESETS.items():
-        layout = scheme()
+        layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
         axes = {axis for rule in layout.rules for axis in rule.axes}
         if used <= axes <= plan.sizes.keys() and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
             with quiet(), contextlib.suppress(MeshparError):
                 other = plan.replan(layout=layout)
                 if fits(other) and other.seconds is not None:
-                    found.append((other.seconds, other.memory.peak, name))
+                    text = name if layout == scheme() else f'"{layout}"'
+                    found.append((other.seconds, other.memory.peak, text))
     seconds, peak, name = min(found, default=(math.inf, 0.0, ""))
     if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
         return f"--layout {name}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory, on the same mesh"
@@ -510,8 +519,16 @@ def _run_plan(args: argparse.Namespace) -> int:
     topologies = [text.strip() for text in args.topologies.split(",") if text.strip()] or [""]
     mesh = args.mesh or "data=-1"
     args.topology = topologies[0]
-    plan = _planned(args, _target(args), mesh, args.topology, args.layout)
-    run = plan.run_plan(args.tokens, topologies=topologies, mesh=mesh, **given_flags(args, RunOptions))
+    target = _target(args)
+    if args.search:
+        if args.mesh or args.layout:
+            raise TargetError("--search chooses mesh and layout", fixes=["without --mesh and --layout"])
+        found = [_call(args, mp.search, target, topology=where, progress=_progress()) for where in topologies]
+        run = run_plan_of([each.plan() for each in found], args.tokens, RunOptions(**given_flags(args, RunOptions)))
+        run = replace(run, name=target.name.rpartition(":")[2])
+    else:
+        plan = _planned(args, target, mesh, args.topology, args.layout)
+        run = plan.run_plan(args.tokens, topologies=topologies, mesh=mesh, **given_flags(args, RunOptions))
     _show(args, run)
     return 0 if run.best.fits else 1
 

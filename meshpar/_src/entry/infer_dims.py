@@ -14,7 +14,7 @@ def infer_dims(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywords:
     """Names for the dims of a step's arguments, from their uses in the step.
 
     The known schemes have the same names: ``batch``, ``seq``, ``vocab``, ``embed``, ``mlp``, ``heads``, ``kv_heads``,
-    ``head_dim``, ``layers``, ``experts``, ``channels``, ``height``, ``width``, ``classes``, ``rank``. A step without ``dims=`` and
+    ``head_dim``, ``layers``, ``expert``, ``channels``, ``height``, ``width``, ``classes``, ``rank``. A step without ``dims=`` and
     without Flax metadata gets the same names, so this function is needed only to read or change them, and for the
     weights of :func:`meshpar.init`, which sees no use of them. A wrong name costs time, never a result.
 

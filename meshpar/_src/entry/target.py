@@ -31,7 +31,8 @@ from ..flax import flatten_named
 from ..global_arrays import is_key
 from ..units import format_memory
 
-MOST_BYTES = 2e9
+MOST_BYTES, SMALL_SIZE = 2e9, 64
+"""Bytes of the arguments of a target that a check runs; the size of a dim that the error for more proposes."""
 _SHAPE = (
     "it returns (step, arguments) or (step, arguments, dims): a function, a tuple of jax.ShapeDtypeStruct trees, "
     "tree-path patterns → dims"
@@ -47,6 +48,7 @@ class Target:
       step, args, dims: for :func:`meshpar.plan`.
       layouts: the layouts that its module offers by name (``LAYOUTS``).
       options: the keyword arguments of the target function, from ``--set`` and from its defaults.
+      open_ended: the target function takes keyword arguments of any name, for its model.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Target:
     dims: Any
     layouts: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    open_ended: bool = False
 
 
 def load_target(text: str, options: Mapping[str, Any] | None = None, arguments: str | None = None) -> Target:
@@ -76,15 +79,15 @@ def load_target(text: str, options: Mapping[str, Any] | None = None, arguments: 
         if isinstance(function, type):
             fix = "a target returns (step, arguments); for a step use --args FUNCTION, which returns its arguments"
             raise TargetError(f"{text} is a class", fixes=[fix])
-        returned, options = _called(text, module, function, options, _SHAPE)
+        returned, options, open_ended = _called(text, module, function, options, _SHAPE)
         step, args, *dims = returned if isinstance(returned, tuple) and len(returned) in (2, 3) else (None, None)
         if callable(step) and isinstance(args, tuple | list):
-            return Target(text, step, tuple(args), dims[0] if dims else None, offered, options)
+            return Target(text, step, tuple(args), dims[0] if dims else None, offered, options, open_ended)
         kind = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise TargetError(f"{text} returned {kind}", fixes=[_SHAPE])
     where = arguments if ":" in arguments else f"{text.rpartition(':')[0]}:{arguments}"
-    args, options = _called(where, *_function(where), options, "it returns the tuple of the step's arguments")
-    return Target(text, function, tuple(args) if isinstance(args, tuple | list) else (args,), None, offered, options)
+    args, *how = _called(where, *_function(where), options, "it returns the tuple of the step's arguments")
+    return Target(text, function, tuple(args) if isinstance(args, tuple | list) else (args,), None, offered, *how)
 
 
 def _function(text: str) -> tuple[ModuleType, Callable[..., Any]]:
@@ -109,8 +112,8 @@ def _function(text: str) -> tuple[ModuleType, Callable[..., Any]]:
 
 def _called(
     text: str, module: ModuleType, function: Callable[..., Any], options: Mapping[str, Any] | None, returns: str
-) -> tuple[Any, dict[str, Any]]:
-    """The result of a function with these keyword arguments, and the keyword arguments with its defaults.
+) -> tuple[Any, dict[str, Any], bool]:
+    """The result of a function with these keyword arguments, the keyword arguments with its defaults, and whether it takes any.
 
     Raises:
       TargetError: it cannot be called with them, or fails.
@@ -129,7 +132,8 @@ def _called(
     with without_gc(), nnx.use_eager_sharding(False):  # names in metadata of NNX are no axes of a current mesh
         similar = functools.partial(_similar_options, defaults=defaults, module=module)
         returned = failing_as_target(text, lambda: function(**(options or {})), similar)
-    return returned, {**defaults, **(options or {})}
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return returned, {**defaults, **(options or {})}, open_ended
 
 
 def _similar_options(error: Exception, defaults: Mapping[str, Any], module: ModuleType) -> list[str]:
@@ -244,10 +248,23 @@ def concrete(target: Target, ints: int = 8) -> tuple[Any, ...]:
     if total > MOST_BYTES:
         raise TargetError(
             f"{target.name}: a check runs the step, and its arguments are {format_memory(total)}",
-            fixes=['make it small, as with --set "layers=2, batch=8"', "or check a smaller target of the same model"],
+            fixes=[*_smaller_sizes(target), "check a smaller target of the same model"],
         )
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [_filled(x, kind, rng, ints) for x, kind in _leaves(target)])
+
+
+def _smaller_sizes(target: Target) -> list[str]:
+    """The fix for a target that is too large: its own sizes, the largest first.
+
+    These are its integer arguments and, if it takes arguments of any name, the dims that Flax metadata names.
+    """
+    known = {name: size for name, size in target.options.items() if type(size) is int}
+    for leaf in flatten_named(target.args) if target.open_ended else ():
+        known |= {name: size for name, size in zip(leaf.dims or (), np.shape(leaf.value), strict=False) if name}
+    large = sorted((name for name in known if known[name] > SMALL_SIZE), key=lambda name: -known[name])
+    sizes = ", ".join(f"{name}={SMALL_SIZE}" for name in large)
+    return [f'smaller sizes: --set "{sizes}"'] * bool(large)
 
 
 def has_drawn_integers(target: Target) -> bool:

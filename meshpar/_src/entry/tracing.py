@@ -293,7 +293,7 @@ def _abstract(shape: tuple[int, ...], dtype: Any, weak_type: bool, host: bool) -
 @contextlib.contextmanager
 def _explained_errors(named: Sequence[Leaf]) -> Iterator[None]:
     """Replace errors of JAX and Python while a step is traced by an UnsupportedError that says what to do: a collective over an
-    unbound axis name, a number in an argument whose value is needed, a list of numbers in place of an array.
+    unbound axis name, a number in an argument whose value is needed, a list of numbers in place of an array, a kernel of cuDNN.
 
     Args:
       named: the leaves of the arguments.
@@ -310,6 +310,14 @@ def _explained_errors(named: Sequence[Leaf]) -> Iterator[None]:
             axis=axis,
             source=user_line(e),
             fixes=["delete the pmean, psum, axis_index, …: the collectives follow from the layout"],
+        ) from e
+    except RuntimeError as e:
+        if "cuDNN is not detected" not in str(e):
+            raise
+        raise UnsupportedError(
+            "JAX traces cuDNN's attention only on a machine that has cuDNN",
+            source=user_line(e),
+            fixes=["mp.layers.attention(q, k, v, causal=True): it is planned everywhere, and calls cuDNN on GPUs"],
         ) from e
     except TypeError as e:
         needed = re.search(r"depends on the values? of the arguments? ([^\n]*)", str(e))

@@ -46,6 +46,17 @@ def flatten_named(tree: Any, path: tuple[str, ...] = ()) -> list[Leaf]:
     return out
 
 
+def dims_of(leaf: Leaf, patterns: PathDims) -> Dims | None:
+    """The names of a leaf's dims by the first pattern that matches its path, else by its metadata.
+
+    Raises:
+      RankError: a pattern with another number of names.
+    """
+    if (match := patterns.match(leaf.path)) is None:
+        return leaf.dims
+    return fit_dims(match[1], jax.numpy.shape(leaf.value), path=leaf.path, origin=f"the pattern {match[0]!r}")
+
+
 def _kind_of_path(path: Iterable[str]) -> str | None:
     """The kind a path tells: the last component that says one decides, but nothing inside optimizer state is a parameter."""
     path = set(path)

@@ -23,7 +23,8 @@ class Chip:
     Attributes:
       name: in topology texts: ``v5p``, ``h100``.
       kinds: values of ``jax.Device.device_kind``; case does not matter.
-      flops, flops_8bit: FLOP/s of dense matmuls in bf16, and in int8 or fp8 (None: not supported).
+      flops, flops_8bit: FLOP/s of dense matmuls in bf16, and in int8 (None: not supported).
+      float8: its matrix units multiply fp8 as fast as int8; else its compiler converts fp8 to bf16.
       hbm: bytes that a program may use, of all devices of the chip, as the compiler reports it.
       hbm_bandwidth: bytes/s, reads and writes together.
       link, links: bytes/s in one direction of one ICI link, and the number of links; for a GPU, of all its NVLinks together.
@@ -80,6 +81,7 @@ class Chip:
     host_link: float = 0.0
     latency: float = 1e-6
     cores: int = 1
+    float8: bool = False
     source: str = ""
     calibration: str = ""
     compiler: CompilerModel = field(default_factory=lambda: compiler_model(None))
@@ -104,9 +106,9 @@ class Chip:
     def matmul_rate(self, dtype: str) -> float:
         """FLOP/s of a matmul of this dtype at default precision.
 
-        8-bit types have the 8-bit rate; float32 has the bf16 rate on TPUs, and half of it (TF32) on GPUs.
+        int8, and fp8 if the chip has it, have the 8-bit rate; float32 has the bf16 rate on TPUs, and half of it (TF32) on GPUs.
         """
-        if ("int8" in dtype or "float8" in dtype) and self.flops_8bit is not None:
+        if ("int8" in dtype or ("float8" in dtype and self.float8)) and self.flops_8bit is not None:
             return self.flops_8bit
         return self.flops / 2 if self.switch and dtype == "float32" else self.flops
 
@@ -182,18 +184,19 @@ _TABLE = (
          host_link=3.2e10, source=f"vendor page; {_USABLE}; ~dcn"),
     Chip("tpu7x", ("TPU7x",), 2.31e15, 4.61e15, 2 * 94.75 * GIB, 7.38e12, 9.5e10, 6, (16, 16, 36), 1.25e10, 64 * 2**20,
          devices=2, lanes=256, slices=_SMALL, cube=4, accelerators=("tpu7x",), counted=2, gke="tpu7x", target="tpu7x",
-         core_link=6 * 9.5e10, host_link=3.2e10, source=f"vendor page; {_USABLE}; ~link, ~core_link, ~host_link, ~dcn, ~torus"),
+         core_link=6 * 9.5e10, host_link=3.2e10, float8=True,
+         source=f"vendor page; {_USABLE}; ~link, ~core_link, ~host_link, ~dcn, ~torus"),
     Chip("a100", ("NVIDIA A100-SXM4-80GB",), 3.12e14, 6.24e14, 85100068864, 2.039e12, 3e11, 1, (), 2.5e10, None, switch=8,
          target="a100", host_link=_PCIE4, source="datasheet (SXM, 80 GB); 8-bit: int8 alone; hbm as CUDA reports it; "
          "dcn of a DGX A100 (200 Gb/s); link efficiency as of an H200"),
     Chip("h100", ("NVIDIA H100", "NVIDIA H100 80GB HBM3"), 9.89e14, 1.98e15, 84942979072, 3.35e12, 4.5e11, 1, (), 5e10,
-         None, switch=8, target="h100",
+         None, switch=8, target="h100", float8=True,
          host_link=_PCIE5, source="datasheet (SXM); hbm as CUDA reports it; efficiencies as measured on an H200"),
     Chip("h200", ("NVIDIA H200",), 9.89e14, 1.98e15, 151397597184, 4.8e12, 4.5e11, 1, (), 5e10, None, switch=8,
-         target="h200",
+         target="h200", float8=True,
          host_link=_PCIE5, source="datasheet; hbm as CUDA reports it; efficiencies measured (8192³ bf16, copies)"),
     Chip("b200", ("NVIDIA B200",), 2.25e15, 4.5e15, 191514411008, 8e12, 9e11, 1, (), 5e10, None, switch=8, target="b200",
-         host_link=_PCIE5, source="datasheet; hbm as CUDA reports it; ~dcn (5e10 to 1e11), switch of 72 in an NVL72"),
+         float8=True, host_link=_PCIE5, source="datasheet; hbm as CUDA reports it; ~dcn (5e10 to 1e11), switch of 72 in an NVL72"),
 )  # fmt: skip
 CHIPS: dict[str, Chip] = {
     chip.name: replace(chip, compiler=compiler_model(chip.name, "jaxlib" if chip.switch else "libtpu"))

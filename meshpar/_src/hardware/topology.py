@@ -420,7 +420,11 @@ def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
     have = math.prod(sizes.values())
     if have != topology.devices:
         text = f"mesh ({mesh_text(sizes)}) has {have} devices, but {topology} has {topology.devices}"
-        raise MeshError(text, fixes=["make the sizes multiply to that number, or write -1 for one of them"])
+        first, *others = sizes
+        part, rest = divmod(topology.devices, math.prod(sizes[a] for a in others))
+        filled = {first: topology.devices} if rest else {**sizes, first: part}
+        fix = f'make the sizes multiply to {topology.devices}: mesh="{mesh_text(filled)}", or write -1 for one of them'
+        raise MeshError(text, fixes=[fix])
 
 
 def switched(sizes: Mapping[str, int], domain: int) -> Torus:

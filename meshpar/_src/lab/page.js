@@ -578,7 +578,7 @@ export function mount(root, ask, linked = false) {
     const line = (d, stroke, more) => make("path", { d, fill: "none", stroke, ...more });
     const label = (at, y_, string, anchor, fill = "var(--dim)") => make("text", { x: at, y: y_, "font-size": 11, fill, "text-anchor": anchor }, string);
     const points = rows.map((row, k) => {
-      const what = [row.name || "candidate", row.texts.join(", "), `${row.mesh}: ${row.layout || "(nothing sharded)"}`, row.fits === false ? "does not fit" : ""];
+      const what = [row.name || "candidate", row.texts.join(", "), `${row.mesh}: ${row.layout || "(nothing sharded)"}`, row.fits === false ? "above the usable memory" : ""];
       const kind = `${row.fits === false ? "misfit" : row.name === "search result" ? "best" : row.name ? "known" : ""} ${isCurrent(row) ? "now" : ""}`;
       return make("svg:a", {
         role: "radio", tabindex: k ? -1 : 0, "aria-checked": `${isCurrent(row)}`, "aria-label": what.filter(Boolean).join("; "), ...opens(row),
@@ -602,10 +602,10 @@ export function mount(root, ask, linked = false) {
       ...times.map(([value, text_]) => label(x(value), h - bottom + 14, text_, "middle")), ...sizes_.map(([value, text_]) => label(left - 5, y(value) + 4, text_, "end")),
       label(w - 6, h - 3, "step time", "end"), label(left - 5, 10, "peak memory", "middle"),
       ...(near ? [line(`M${left} ${y(capacity)}H${w - 6}`, "var(--bad)", { "stroke-dasharray": "5 3" }),
-        label(w - 6, y(capacity) - 4, `capacity ${capacityText}`, "end", "var(--bad)")] : []), ...[...points].sort((a, b) => painted(a) - painted(b))),
-    make("div", { class: "key" }, ...[["known", "known layout"], ["best", "search result"], ["", "candidate"], ["misfit", "does not fit"], ["now", "shown"]]
+        label(w - 6, y(capacity) - 4, `usable ${capacityText}`, "end", "var(--bad)")] : []), ...[...points].sort((a, b) => painted(a) - painted(b))),
+    make("div", { class: "key" }, ...[["known", "known layout"], ["best", "search result"], ["", "candidate"], ["misfit", "above the usable memory"], ["now", "shown"]]
       .filter(([kind]) => kinds.has(kind)).map(([kind, name]) => make("span", {}, make("i", { class: kind }), name)),
-    capacityText && !near ? make("span", {}, `capacity ${capacityText}`) : null));
+    capacityText && !near ? make("span", {}, `usable ${capacityText}`) : null));
     if (had) points.find((point) => point.getAttribute("aria-checked") === "true")?.focus();
   }
   /** Rows that fit first, then by step time and by peak. */
@@ -619,7 +619,7 @@ export function mount(root, ask, linked = false) {
       make("th", { scope: "col" }, "layout, mesh"), make("th", { scope: "col", class: "n" }, "step"), make("th", { scope: "col", class: "n" }, "peak"))),
     make("tbody", {}, ...rows.map((row) => {
       const line = make("tr", {}, make("td", {}, make("button", { type: "button", class: "link", title: row.layout, click: () => load(row) }, row.name), make("span", { class: "dim" }, ` ${row.mesh.replaceAll("=", " ").replaceAll(", ", " × ")}`)),
-      make("td", { class: "n" }, row.texts[0]), make("td", { class: `n ${row.fits === false ? "up" : ""}`, title: row.fits === false ? "does not fit" : "" }, row.texts[1]));
+      make("td", { class: "n" }, row.texts[0]), make("td", { class: `n ${row.fits === false ? "up" : ""}`, title: row.fits === false ? "above the usable memory" : "" }, row.texts[1]));
       line.row = row;
       return line;
     }))));

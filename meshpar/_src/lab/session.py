@@ -24,7 +24,7 @@ from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
 from ..program.patterns import patterns_of
 from ..report.colours import AxisColours
-from ..report.facts import kernel_seconds
+from ..report.facts import USABLE_FRACTION, kernel_seconds
 from ..report.names import names_table
 from ..search import SearchOptions, search
 from ..search.result import quiet
@@ -512,8 +512,8 @@ def _as_row(
     name: str, mesh: str, layout: str, seconds: float | None, peak: float, sent: float, of: Plan
 ) -> dict[str, Any]:
     """A row of layouts for the page: texts and numbers of its step time (seconds), peak memory and bytes sent, and the
-    capacity of a device; ``of``: a plan on the same chip."""
-    capacity = None if of.chip is None else of.chip.per_device().hbm
+    bytes of a device that a search uses; ``of``: a plan on the same chip."""
+    capacity = None if of.chip is None else USABLE_FRACTION * of.chip.per_device().hbm
     return {
         "name": name,
         "mesh": mesh,

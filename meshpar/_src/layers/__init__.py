@@ -1,4 +1,4 @@
-"""What models call: attention, mixtures of experts, microbatches, precision, checkpoint policies.
+"""What models call: attention, mixtures of experts, microbatches, scaled matmuls, checkpoint policies.
 
 .. code-block:: text
 
@@ -7,7 +7,8 @@
     recurrence           recurrences along a sequence that may be sharded
     moe                  mixtures of experts
     accumulate           gradient accumulation
-    precision            dtypes of weights and gradients
+    scaled_matmul        matmuls of operands in 8 and 4 bits, and their gradients
+    weight_matmuls       replaces the matmuls of weights in a traced function by these
     loss_scale           loss scaling for float16, and the noise scale
     checkpoint_policies  policies for jax.checkpoint
     offload              optimizer moments in host memory

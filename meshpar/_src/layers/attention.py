@@ -183,7 +183,9 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def works(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> KernelWork:
         operands = _unpack(avals, form)
         c, strategy = _plan(operands, parts.axes, options, parts.sizes)
-        return KernelWork(*work_of(c, strategy, *operands[:3])[way])
+        q, k, v = operands[:3]
+        matmuls = 2.0 * math.prod(q.shape[:3]) * k.shape[1] * (q.shape[3] + v.shape[3])  # of all scores
+        return KernelWork(*work_of(c, strategy, q, k, v)[way], model_flops=(1 + way) * matmuls)
 
     def op(text: str, local: Callable[..., Any], way: int, name: str) -> Callable[..., Any]:
         """The kernel with the rule ``text`` and the name ``name``; ``local`` computes it on the shards of one device."""

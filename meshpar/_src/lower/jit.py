@@ -194,7 +194,7 @@ class _Lowering:
         def local(*xs):
             """Per device: the op's local form on shards ``xs`` (operands that are not literals), with reductions of its
             partial results."""
-            results = run_local(op, axes, _with_literals(invars, xs), grid)
+            results = run_local(op, axes, _with_literals(invars, xs), grid, run.form)
             return tuple(
                 combined(y, shard.spec, scatters, over, shard.kind, grid)
                 for y, shard, (scatters, over) in zip(results, run.results, reduced, strict=True)

@@ -244,7 +244,7 @@ class _Device:
                 matmul = lambda *xs: run_local(op, axes, xs, self.sizes)[0]  # noqa: E731
                 results = [with_rows(matmul, xs, op.eqn.params["dimension_numbers"], step.rows)]
             else:
-                results = run_local(op, axes, xs, self.sizes)
+                results = run_local(op, axes, xs, self.sizes, step.form)
             if not self.sizes.cpu:
                 results = [
                     constrain_local(x) if is_constrained(step, s) else x

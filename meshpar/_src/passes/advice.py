@@ -31,7 +31,7 @@ from .lowering import without_local_form
 from .ranked import plan_without_passes
 
 
-def _idle_axes(plan: Plan) -> list[str]:
+def idle_axes(plan: Plan) -> list[str]:
     """The axes of size > 1 over which no input or output is split, and no collective runs."""
     used = {a for h in (*plan.inputs, *plan.outputs) for _, axes in h.split for a in axes}
     used |= {a for c in plan.collectives for a in c.axes}
@@ -40,8 +40,8 @@ def _idle_axes(plan: Plan) -> list[str]:
 
 def with_notes(plan: Plan) -> Plan:
     """The plan with notes: traffic between slices, axes and rules without effect on its program, a compiler without a table."""
-    notes = list(filter(None, [_slice_traffic(plan)]))
-    idle = ", ".join(f"`{a}`" for a in _idle_axes(plan))
+    notes = list(filter(None, [_slice_traffic(plan), _scaled_matmuls(plan)]))
+    idle = ", ".join(f"`{a}`" for a in idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
     if inferred := plan.program.traced.inferred:
@@ -66,6 +66,18 @@ def with_notes(plan: Plan) -> Plan:
     if plan.compiler.note is not None and plan.chip is not None:
         notes.append(plan.compiler.note)
     return with_shared_results(plan, notes=(*plan.notes, *notes)) if notes else plan
+
+
+def _scaled_matmuls(plan: Plan) -> str | None:
+    """A note of the matmuls whose operands have scales, and of the dtype in which the chip computes them; None: there are none."""
+    ops = [] if (chip := plan.chip) is None else list(plan.program.root.walk())
+    codes = sum(op.primitive.family == "dot" and "float8" in str(op.eqn.invars[0].aval.dtype) for op in ops)
+    blocks = {str(max(op.eqn.params["blocks"])) for op in ops if op.name == "in_blocks"}
+    if chip is not None and codes:
+        how = "natively on" if chip.float8 else "converted to bfloat16 by the compiler of"
+        return f"{codes} matmuls of the program multiply float8 operands, {how} {chip.name}"
+    text = "matmuls of operands with scales for blocks of {} are emulated on {}: codes times scales in bfloat16"
+    return text.format(", ".join(sorted(blocks)), chip.name) if chip is not None and blocks else None
 
 
 def _slice_traffic(plan: Plan) -> str | None:
@@ -109,7 +121,7 @@ def _replication(plan: Plan) -> Iterator[str]:
     """Yields a warning of each axis for which the layout has rules, none of which has an effect."""
     layout = plan.requested_layout
     rules = [r for r in layout.rules if not (r.optional or r.dim in layout.optional)]
-    for axis in _idle_axes(plan):
+    for axis in idle_axes(plan):
         unused = [str(r) for r in rules if axis in r.axes]
         if unused:
             shown = "; ".join(unused[:4]) + ("; …" if unused[4:] else "")

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import cast
 
 import jax.numpy as jnp
 
-from ...errors import JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
+from ...errors import DivisibilityError, JoinError, JoinWarning, MeshError, UnknownAxisError, UnknownDimError
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
-from ..layout import SCHEMES, Layout, divisibility_error
-from ..program.guessed_names import inferred_names
+from ..layout import SCHEMES, Layout, Spec, divisibility_error
+from ..program.guessed_names import HEADS
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
+from .spec import shard_count
 
 MIN_MISSPELLED = 3
 """Characters of the shortest name of which one changed character, or two exchanged ones, is a misspelling."""
@@ -33,8 +34,8 @@ RELATED = {
     "kv_heads": ("heads",),
     "vocab": ("classes", "embed"),
     "seq": ("height",),
-    "experts": ("mlp",),
-    "expert": ("experts",),
+    "expert": ("mlp",),
+    "experts": ("expert",),
     "channels": ("embed", "mlp"),
 }
 """Dims of the known schemes → other inferred names of a dim that may be meant, the likeliest first."""
@@ -120,9 +121,19 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
 
 def _inferred_names(program: Program, dim: str) -> list[str]:
     """The fix for an unknown dim if names are inferred: the names that there are, and the one that is probably meant."""
-    sizes = {name: size for name, dims in inferred_names(program).items() for size, _ in dims[:1]}
+    unifier, sizes = program.unifier, defaultdict[str, dict[str, None]](dict)
+    for v in program.inputs:
+        votes = program.inferred.get(v.path or "", ())
+        separate = any(vote and vote.name == "head_dim" for vote in votes)
+        for node, size, vote in zip(v.nodes, v.shape, votes, strict=False):
+            if vote is not None:
+                width = 1 if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
+                text = (
+                    f"{size}" if width in (1, size) else f"{size // width} × {width}"
+                )  # heads and head_dim in one dim
+                sizes[vote.name][text] = None
     meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
-    shown = ", ".join(f"{name} ({size})" for name, size in sizes.items())
+    shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
     return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
 
 
@@ -337,12 +348,31 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
         n for v in results for n, dim in zip(v.shape, program.dims(v), strict=True) if dim == annotation[i]
     )
     raise divisibility_error(
-        path=value.path or "an input", shape=value.shape, dims=format_dims(annotation),
+        path=value.path or "an input", shape=value.shape,
+        dims=format_dims(annotation) + " (inferred; dims= gives other names)" * (value.path in program.traced.inferred),
         dim=str(annotation[i]), size=value.shape[i], rule=rule, sizes=assignment.sizes,
         dtype=value.aval.dtype,
         optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
         inside=next((n for n, _ in inside.most_common(1) if n != value.shape[i]), None),
     )  # fmt: skip
+
+
+def check_blocks(op: Op, spec: Spec, assignment: AxisAssignment) -> None:
+    """Raise DivisibilityError if a shard of an array whose blocks have common scales (``in_blocks``) ends within a block."""
+    (value,), sizes, path = op.outs, assignment.sizes, op.eqn.params["path"]
+    dims = format_dims(assignment.program.dims(value))
+    for d, (block, axes, n) in enumerate(zip(op.eqn.params["blocks"], spec, value.shape, strict=True)):
+        if (own := n // shard_count(axes, sizes)) % block:
+            name, over = assignment.program.dim_name(value, d) or f"dim {d}", ", ".join(f"{a}={sizes[a]}" for a in axes)
+            raise DivisibilityError(
+                f"an operand or the gradient of a matmul of `{path}`: blocks of {block} elements of `{name}` have a common scale, "
+                f"and {over} shards its {n} elements into {own}",
+                path=path, shape=value.shape, dims=dims, dim=name, axis=axes[-1], rule=assignment.rule_text([name], axes[-1]),
+                source=op.location, fixes=[
+                    f"at most {n // block} devices along `{name}`, or a rule for another dim",
+                    'a format with one scale for each array: mp.train.Precision("float8")',
+                ],
+            )  # fmt: skip
 
 
 def kernel_rule_text(op: Op, program: Program) -> str:

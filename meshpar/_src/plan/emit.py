@@ -25,7 +25,7 @@ from .memo import PlanCache
 from .plan import Placement
 from .spec import replicated_spec
 from .steps import Constant, Reduce, Reshard, Scatter, Shard, Step, spec_after
-from .traffic import value_reshard_bytes
+from .traffic import local_form_sends, value_reshard_bytes
 
 MAX_RECOMPUTED_DEPTH = 8
 """Longest chain of ops that is recomputed instead of all-gathering a value."""
@@ -162,6 +162,20 @@ class Emitter:
 
     # -- ops
 
+    def local_form(self, op: Op, decision: OpDecision) -> tuple[tuple[Collective, ...], int]:
+        """(records of the collectives of the local form of an op, number of its form).
+
+        The form has the fewest exposed seconds; each further one must save ``CompilerModel.min_gain_seconds`` more.
+        """
+        rule, axes, chip = op.factor_rule, decision.axes or (), self.records.chip
+        others = range(1, 1 + len(rule.forms) * (chip is not None))
+        sends = [decision.sends, *(local_form_sends(op, decision.operands, list(axes), self.sizes, k) for k in others)]
+        forms = [self.records.local_form(op, tuple(s), axes, self.causes, self.count) for s in sends]
+        least = 0.0 if chip is None else chip.compiler.min_gain_seconds
+        exposed = [k * least + math.fsum((c.seconds or 0.0) - c.hidden for c in sent) for k, sent in enumerate(forms)]
+        form = exposed.index(min(exposed))
+        return forms[form], form
+
     def run(self, op: Op, decision: OpDecision) -> None:
         """Append the steps of an op as decided: reductions and reshards of its operands, the op, and reshards of its
         results."""
@@ -193,8 +207,8 @@ class Emitter:
         results = tuple([self.shard(out, result.spec, result.partial, result.kind) for out, result in pairs])
         step = self.interned.run(op, tuple(operands), results, decision.axes)
         if decision.sends:
-            collectives = self.records.local_form(op, decision.sends, decision.axes or (), self.causes, self.count)
-            step = replace(step, collectives=collectives)
+            collectives, form = self.local_form(op, decision)
+            step = replace(step, collectives=collectives, form=form)
         self.group.append(step)
         for shard, source, stored in zip(results, decision.inherits, decision.stored, strict=True):
             current[shard.value] = shard

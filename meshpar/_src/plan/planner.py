@@ -18,7 +18,7 @@ from ..iterables import grouped
 from ..program.ir import Frame, Op, Program, Value
 from ..units import format_memory
 from .assignment import AxisAssignment
-from .checks import check_dims, check_divides, check_joins
+from .checks import check_blocks, check_dims, check_divides, check_joins
 from .collective_records import AlgorithmChoices, CollectiveRecords, TooLong
 from .constants import large_constant_note
 from .control_flow import ControlFlow
@@ -214,6 +214,8 @@ class _Planner:
                 group.insert(0, control.plan(op, self.ops))
             elif op not in control.accumulations or not control.add(op):
                 emitter.run(op, self.decision(op))
+                if op.name == "in_blocks":
+                    check_blocks(op, emitter.current[op.outs[0]].spec, self.assignment)
                 self.defer(op)
 
     def defer(self, op: Op) -> None:

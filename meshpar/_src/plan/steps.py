@@ -356,6 +356,7 @@ class Run(Step):
       in_ring: ``"gather"``: the ring that gathers one of its operands computes it; ``"reduce"``: the ring that reduces its result
         computes it; None: it is computed by itself.
       rows: of a matmul with one row, the number of rows with which it is computed; 1: as it is.
+      form: of a kernel with several forms, 0 or one more than an index of :attr:`program.kernels.Kernel.forms`.
     """
 
     op: Op
@@ -365,6 +366,7 @@ class Run(Step):
     collectives: tuple[Collective, ...] = ()
     in_ring: str | None = None
     rows: int = 1
+    form: int = 0
 
     @property
     def reads(self) -> tuple[Shard, ...]:

@@ -74,9 +74,11 @@ def reduction_bytes(
     return sent + value_reshard_bytes(value, scattered, stored, sizes)
 
 
-def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Mapping[str, int]) -> list[SendOver]:
+def local_form_sends(
+    op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Mapping[str, int], form: int = 0
+) -> list[SendOver]:
     """The collectives that the local form of an op makes, for operands in the specs ``needs``; ``axes`` split each
-    factor of its rule."""
+    factor of its rule. ``form``: 0, or one more than an index of :attr:`OpRule.forms`."""
     rule = op.factor_rule
     exchanges = any(got and kind == "permutation" for got, kind in zip(axes, rule.kinds, strict=True))
     if rule.sends is None or (rule.given is None and not exchanges):
@@ -84,7 +86,7 @@ def local_form_sends(op: Op, needs: Sequence[Spec | None], axes: Axes, sizes: Ma
     avals = [v.aval for v in op.eqn.invars]
     shapes = [local_shape(a.shape, need, sizes) for a, need in zip(avals, needs, strict=True)]
     out = []
-    for send in rule.sends(shapes, axes, sizes):
+    for send in (rule.sends, *rule.forms)[form](shapes, axes, sizes):
         over = [a for f in send.factors for a in axes[f]] if send.axes is None else send.axes
         out.append((send, tuple(a for a in over if sizes[a] > 1)))
     return [(send, over) for send, over in out if over]

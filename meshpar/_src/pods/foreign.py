@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from ...errors import CheckpointError, LayoutSyntaxError, RankError
+from ...errors import CheckpointError, LayoutSyntaxError, RankError, UnsupportedError
+from ..adapters import Adapter
 from ..dims import did_you_mean, format_dims, path_matches
-from ..global_arrays import of_parts
+from ..global_arrays import fetch, of_parts
 from .checkpoint import facts_of, needed, read_leaves
 from .names import by_name
 
@@ -216,8 +220,108 @@ def to_safetensors(path: str, step: int, target: str | Path, only: str = "*", ru
         for name, (leaf, dims) in rules.items():
             named = leaves[leaf].get("dims", "").split()
             tensors.update(_Reader({}, name, dims, leaf, named, found[leaf].shape).tensors(found[leaf]))
-    with _errors_of(target):
-        needed("safetensors.numpy").save_file(
-            {name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(target)
-        )
+    _save(tensors, target)
     return len(tensors)
+
+
+def _save(tensors: Mapping[str, np.ndarray], file: str | Path) -> None:
+    with _errors_of(file):
+        needed("safetensors.numpy").save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, str(file))
+
+
+def to_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mapping[str, str]) -> int:
+    """Write the adapters of :func:`meshpar.train.lora` as a folder that Hugging Face's PEFT loads; returns the number of tensors.
+
+    ``adapter_model.safetensors`` has two matrices for each module, ``base_model.model.MODULE.lora_A.weight`` [rank, in] and
+    ``….lora_B.weight`` [out, rank], and ``adapter_config.json`` their rank, ``lora_alpha`` and modules. Dims of W that are
+    contracted, and those that are not, are merged in W's order. In several processes all must call it, and process 0 writes.
+
+    Args:
+      folder: is made if it does not exist.
+      adapters: path of a weight → its adapter.
+      modules: path of a weight → name of the module in the PyTorch model, without ``base_model.model.``. ``{layers}`` in it is the
+        index along a stacked dim: ``"model.layers.{layers}.self_attn.q_proj"``.
+
+    Raises:
+      CheckpointError: an adapter without a module, or the file cannot be written.
+      RankError: the module's name does not have one ``{…}`` for each stacked dim.
+      UnsupportedError: adapters of different ranks or scales.
+
+    Example:
+      >>> adapted = mp.train.lora(loss_of, "*", rank=4)
+      >>> adapters = adapted.init(jax.random.key(0), params, x)
+      >>> modules = {"up": "model.mlp.up_proj", "down": "model.mlp.down_proj"}
+      >>> mp.data.to_peft("adapters", adapters, modules)
+      4
+    """
+    readers = _peft_readers({}, adapters, modules)
+    tensors = {k: v for reader, x in readers for k, v in reader.tensors(fetch(x)).items()}
+    sizes = {(a.lora_A.shape[-1], a.scale) for a in adapters.values()}
+    if len(sizes) > 1:
+        text = f"to_peft: the adapters have several ranks and scales: {sorted(sizes)}"
+        raise UnsupportedError(text, fixes=["a folder for each mp.train.lora"])
+    ((rank, scale),) = sizes
+    targets = sorted({modules[path].rpartition(".")[2] for path in adapters})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank * scale, "target_modules": targets}
+    if jax.process_index() == 0:
+        with _errors_of(folder):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        _save(tensors, Path(folder) / "adapter_model.safetensors")
+    return len(tensors)
+
+
+def from_peft(folder: str | Path, adapters: Mapping[str, Adapter], modules: Mapping[str, str]) -> dict[str, Adapter]:
+    """The adapters of a folder of Hugging Face's PEFT.
+
+    Args:
+      folder: with ``adapter_config.json`` and ``adapter_model.safetensors``.
+      adapters: of :meth:`meshpar.types.Adapted.init`; their arrays are replaced by arrays of the same shardings and dtypes, and
+        their scales by ``lora_alpha / r``. A process reads only the parts that its devices need.
+      modules: as for :func:`to_peft`.
+
+    Raises:
+      CheckpointError: a missing file, tensor or module, or a shape that does not fit.
+      RankError: the module's name does not have one ``{…}`` for each stacked dim.
+
+    Example:
+      >>> adapters = mp.train.lora(loss_of, "up", rank=4).init(jax.random.key(0), params, x)
+      >>> mp.data.to_peft("adapters", adapters, {"up": "model.mlp.up_proj"})
+      2
+      >>> loaded = mp.data.from_peft("adapters", adapters, {"up": "model.mlp.up_proj"})
+      >>> bool((loaded["up"].lora_A == adapters["up"].lora_A).all())
+      True
+    """
+    with _errors_of(folder):
+        config = json.loads((Path(folder) / "adapter_config.json").read_text())
+    readers = _peft_readers(_opened(f"{folder}/adapter_model.safetensors"), adapters, modules)
+
+    def read(reader: _Reader, x: Any) -> Any:
+        return of_parts(x.shape, x.sharding, lambda index: reader.read(index).astype(x.dtype))
+
+    scale = config["lora_alpha"] / config["r"]
+    arrays = [read(*each) for each in readers]
+    pairs = zip(adapters.items(), arrays[::2], arrays[1::2], strict=True)
+    return {path: replace(adapter, lora_A=a, lora_B=b, scale=scale) for (path, adapter), a, b in pairs}
+
+
+def _peft_readers(
+    files: Mapping[str, Any], adapters: Mapping[str, Adapter], modules: Mapping[str, str]
+) -> list[tuple[_Reader, Any]]:
+    """(reader or writer of the tensors of an array, the array) for A and B of each adapter."""
+    out = []
+    for path, adapter in adapters.items():
+        if path not in modules:
+            raise CheckpointError(f"modules= has no name for {path}", fixes=did_you_mean(path, modules, "names"))
+        stacked = _STACKED.findall(modules[path])
+        if len(stacked) != len(adapter.batch):
+            text = f"{path} has {len(adapter.batch)} stacked dims, but the name {modules[path]!r} has the indices {stacked}"
+            raise RankError(text, path=path, fixes=['one index for each: "model.layers.{layers}.self_attn.q_proj"'])
+        rows, columns = (" ".join(f"w{d}" for d in dims) for dims in (adapter.contracted, adapter.free))
+        for part, dims, named in (
+            ("lora_A", f"rank ({rows})", f"{rows} rank"),
+            ("lora_B", f"({columns}) rank", f"rank {columns}"),
+        ):
+            name, x = f"base_model.model.{modules[path]}.{part}.weight", getattr(adapter, part)
+            out.append((_Reader(files, name, dims, f"{path}/{part}", [*stacked, *named.split()], x.shape), x))
+    return out

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -15,7 +16,12 @@ from .kernels import Kernel, KernelSends, KernelWorks, Local, parse_rule
 
 
 def kernel_rule(
-    text: str, *, local: Local | None = None, sends: KernelSends | None = None, works: KernelWorks | None = None
+    text: str,
+    *,
+    local: Local | None = None,
+    sends: KernelSends | None = None,
+    works: KernelWorks | None = None,
+    choices: Mapping[str, Sequence[Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare along which dims a kernel may be sharded: ``@mp.kernel_rule("tokens embed, embed mlp -> tokens mlp")``.
 
@@ -34,6 +40,9 @@ def kernel_rule(
       works: ``(local operands as ShapeDtypeStruct, {name: number of shards}) → KernelWork``: FLOPs and temporary memory of
         ``local``, for the plan's time and memory. Default: the FLOPs of the matmuls in the function, divided by the number of
         shards, and no temporary memory. A backward pass that recomputes the kernel has three times the FLOPs.
+      choices: static keyword argument → its values, of which a plan chooses one where the argument is ``"auto"``: the one whose
+        ``sends`` are exposed (:attr:`KernelSend.hidden`) the fewest seconds; the first one without a chip. The results must not
+        depend on it.
 
     Returns:
       A decorator for a function of arrays (and static keyword arguments, which ``local``, ``sends`` and ``works`` also get) that
@@ -66,16 +75,20 @@ def kernel_rule(
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         """The function with the rule attached: it computes the same results, as one kernel of the program that it is
         traced in."""
-        name = getattr(fn, "__name__", "kernel")
+        kernel_name = getattr(fn, "__name__", "kernel")
 
         @functools.cache
         def made(static: tuple[tuple[str, Any], ...]) -> Kernel:
             """The Kernel for these keyword arguments, given as sorted (name, value) pairs."""
+            for name, values in (choices or {}).items():
+                if (name, "auto") in static:
+                    first, *others = (made(tuple((n, v if n == name else u) for n, u in static)) for v in values)
+                    return replace(first, forms=tuple(others), memo={})
 
             def fixed(f: Any) -> Any:
                 return functools.partial(f, **dict(static)) if f and static else f
 
-            return Kernel(fixed(fn), notation, fixed(local), fixed(sends), name, works=fixed(works))
+            return Kernel(fixed(fn), notation, fixed(local), fixed(sends), kernel_name, works=fixed(works))
 
         @functools.wraps(fn)
         def call(*args: Any, **static: Any) -> Any:
@@ -86,10 +99,10 @@ def kernel_rule(
             """
             kernel = made(tuple(sorted(static.items())))
             args = tuple(jnp.asarray(x) for x in args)
-            _check_number(name, text, "operand", len(args), len(notation.ins), "before")
+            _check_number(kernel_name, text, "operand", len(args), len(notation.ins), "before")
             kernel.sizes([x.shape for x in args])
             leaves, tree = jax.tree.flatten(kernel.shapes(*args))
-            _check_number(name, text, "result", len(leaves), len(notation.outs), "after")
+            _check_number(kernel_name, text, "result", len(leaves), len(notation.outs), "after")
             kernel.sizes([x.shape for x in args], [y.shape for y in leaves])
             return jax.tree.unflatten(tree, differentiable(kernel)(*args))
 

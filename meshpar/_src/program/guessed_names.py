@@ -51,20 +51,20 @@ CERTAIN, TWIN, GIVEN = 3, 4, 100
 """Weights of votes: the least that a use shows; of a twin's name, if the twin has more; of a name that somebody gave."""
 VOTES: dict[Fact, tuple[str, float, str]] = {
     Fact.LOOPED: ("layers", 20, "a loop runs over it at {}"),
-    Fact.GROUPS: ("experts", 10, "groups of a ragged matmul at {}"),
+    Fact.GROUPS: ("expert", 10, "groups of a ragged matmul at {}"),
     Fact.BATCH: ("batch", 8, "first dim, or the one after time, of {}, which is no weight"),
     Fact.SHARED: ("heads", 6, "a batch dim of a matmul of two activations at {}"),
     Fact.SCORED: ("head_dim", 6, "queries and keys contract it at {}"),
     Fact.OF_ROW: ("embed", 6, "rows that are looked up have it at {}"),
     Fact.VALUES: ("head_dim", 5, "a sum over keys makes it at {}"),
-    Fact.STACKED: ("experts", 5, "each has a matrix of its own at {}"),
+    Fact.STACKED: ("expert", 5, "each has a matrix of its own at {}"),
     Fact.SUMMED: ("seq", 4, "attention sums over it at {}"),
     Fact.CONV_MADE: ("channels", 4, "a convolution makes it at {}"),
     Fact.CONV_READ: ("channels", 4, "a convolution contracts it at {}"),
     Fact.WINDOW: ("kernel", 3, "window of a convolution at {}"),
 }
 """Facts that are votes on their own; the others count together, in the functions below."""
-DECLARED = {**{name: name for name in ("heads", "kv_heads", "head_dim", "mlp", "embed")}, "e0": "experts"}
+DECLARED = {**{name: name for name in ("heads", "kv_heads", "head_dim", "mlp", "embed")}, "e0": "expert"}
 """Names in the rules of kernels → names of dims."""
 POSITIONS = {1: ("seq",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 """Number of dims of data that no weight contracts, without the batch → their names."""
@@ -176,9 +176,9 @@ class _Namer:
         """Of the dims between matmuls, those that residuals carry, and that many weights have, are ``embed``; the others are inside
         of a layer: an ``mlp``, a ``rank`` (of LoRA, or a compressed projection), or channels of a convolutional net."""
         uses = self.uses
-        if not any("experts" in names for names in self.votes.values()):
+        if not any("expert" in names for names in self.votes.values()):
             for c in [c for c in uses.facts if uses.has(c, Fact.CHOSEN)]:  # else the experts have a class of their own
-                self._vote(c, "experts", 4, "the largest are chosen at {}", uses.facts[c][Fact.CHOSEN][0])
+                self._vote(c, "expert", 4, "the largest are chosen at {}", uses.facts[c][Fact.CHOSEN][0])
         streams = [c for c, facts in uses.facts.items() if Fact.RESIDUAL in facts and Fact.MADE in facts]
         most = max((len(uses.paths[c]) for c in streams), default=0)
         for c in streams:
@@ -285,7 +285,7 @@ class _Namer:
             return None
         if others and own is None and all(self.uses.has(c, Fact.SUMMED) for c in atoms):
             return self.votes[atoms[0]]["seq"]  # patches of an image: height and width in one dim
-        return first if others and own is None and first and first.name in ("experts", "mlp", "embed", "vocab") else own
+        return first if others and own is None and first and first.name in ("expert", "mlp", "embed", "vocab") else own
 
     def named(self, value: Value, given: Sequence[Vote | None]) -> tuple[Vote | None, ...]:
         """The names of a value's dims, of which some are given. Of two dims with one name, that with more evidence has it, or the

@@ -156,7 +156,7 @@ def with_residuals(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> F
 
     ins = (*(dims_of[w][i] for w, i in saved), *cotangents)
     rule = _backward_rule(notation, ins, map(_inexact, avals))
-    backward = Kernel(back, rule, None, None, f"{kernel.name} backward")
+    backward = Kernel(back, rule, None, None, f"{kernel.name} backward", forward=(kernel, avals))
     both = replace(notation, outs=(*notation.outs, *residuals))
     forward_kernel = Kernel(forward, both, None, None, kernel.name)
     return ForwardBackward(forward_kernel, backward, tuple(saved), avals)
@@ -319,7 +319,9 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
     def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: ShardCounts) -> list[KernelSend]:
         assert kernel.sends is not None
         forward = list(kernel.sends(avals[:n], parts))
-        return [*forward, *(_transposed(s, parts) for s in forward)]
+        floats = [s for s in forward if (_inexact(s) if s.transpose is None else s.transpose)]
+        both = [*(s for s in forward if s.recomputed), *(_transposed(s, parts) for s in floats)]
+        return sorted(both, key=lambda s: s.hidden > 0)  # the hidden ones last, next to the kernel in a timeline
 
     def works(avals: Sequence[jax.ShapeDtypeStruct], parts: ShardCounts) -> KernelWork:
         assert kernel.works is not None
@@ -335,6 +337,8 @@ def recomputing_backward(kernel: Kernel, floats: tuple[bool, ...], float_outs: t
         f"{kernel.name} backward",
         permutation_partial=True,
         works=kernel.works and works,
+        forms=tuple(recomputing_backward(form, floats, float_outs) for form in kernel.forms),
+        forward=(kernel, None),
     )
 
 
@@ -347,11 +351,11 @@ def _backward_rule(notation: Notation, ins: tuple[Dims, ...], floats: Iterable[b
 def _transposed(s: KernelSend, parts: ShardCounts) -> KernelSend:
     """The collective of the backward pass for one of the forward pass."""
     group, shape = math.prod(parts.sizes[a] for a in s.over(parts)), s.shape
-    if s.op == "all-gather":
+    op = s.transpose or {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(s.op, s.op)
+    if op != s.op == "all-gather":
         shape = (group, *shape)
-    elif s.op == "reduce-scatter":
+    elif op == "all-gather" != s.op:
         shape = (math.prod(shape) // group,)
-    op = {"all-gather": "reduce-scatter", "reduce-scatter": "all-gather"}.get(s.op, s.op)
     return replace(s, op=op, shape=shape, why=f"{s.why}, backward")
 
 

@@ -70,6 +70,8 @@ class KernelSend:
       route: of a permute: to the ``next`` device of a ring; ``both`` if another one runs in the other direction meanwhile;
         ``mirror``: to the device A - 1 - i.
       hidden: FLOPs of the kernel that are computed meanwhile.
+      recomputed: a backward pass that recomputes the kernel makes it too; False: only results of the kernel depend on it.
+      transpose: the op of its gradient in such a pass, ``""`` for none; None: the transpose of ``op``, for integers none.
     """
 
     op: str
@@ -81,6 +83,8 @@ class KernelSend:
     axes: tuple[str, ...] | None = None
     route: str = "next"
     hidden: float = 0.0
+    recomputed: bool = True
+    transpose: str | None = None
 
     def over(self, parts: ShardCounts) -> tuple[str, ...]:
         """The mesh axes that it runs over."""
@@ -95,11 +99,13 @@ class KernelWork:
       flops: of its matmuls on one device; None: the FLOPs of the global function divided by the number of shards.
       memory: peak bytes in addition to operands and results; negative if these are not all live at once.
       backward: peak bytes, in addition to operands and results, of a backward pass that recomputes the kernel; None: ``memory``.
+      model_flops: the FLOPs that count for the MFU (:attr:`Time.model_flops`); None: ``flops``.
     """
 
     flops: float | None
     memory: float
     backward: float | None = None
+    model_flops: float | None = None
 
 
 KernelWorks = Callable[[Sequence[jax.ShapeDtypeStruct], ShardCounts], KernelWork]
@@ -205,6 +211,9 @@ class Kernel:
       sends, works: collectives, FLOPs and memory of the local form; None: not declared.
       name: in reports.
       permutation_partial: see :class:`rules.rule.OpRule`.
+      forms: other kernels of the same rule and results; a plan chooses one by the exposed seconds of its collectives.
+      forward: of the backward pass of a kernel: the kernel, and its operands if they are not the first ones of the backward pass. A
+        model needs twice its FLOPs, as for the backward pass of a matmul.
       memo: results of functions that are :func:`cached`: gradients.
     """
 
@@ -215,6 +224,8 @@ class Kernel:
     name: str
     permutation_partial: bool = False
     works: KernelWorks | None = None
+    forms: tuple[Kernel, ...] = ()
+    forward: tuple[Kernel, tuple[Any, ...] | None] | None = None
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -307,6 +318,8 @@ class Kernel:
                 ]
 
             r.sends = listed
+            others = [form.op_rule(shapes, out_shapes, dtypes).sends for form in self.forms]
+            r.forms = tuple(filter(None, others))
         return r
 
     def work(
@@ -363,12 +376,13 @@ class Kernel:
             assert work is not None
             size, one = alone(avals)
             each = work(one, parts)
-            flops, back = (None if n is None else size * n for n in (each.flops, each.backward))
-            return KernelWork(flops, size * each.memory, back)
+            numbers = (each.flops, each.memory, each.backward, each.model_flops)
+            return KernelWork(*(None if n is None else size * n for n in numbers))
 
         return Kernel(
-            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None
-        )
+            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None,
+            tuple(form.batched(where) for form in self.forms),
+        )  # fmt: skip
 
 
 def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tuple[list[Any], list[int]]:

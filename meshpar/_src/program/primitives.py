@@ -38,6 +38,35 @@ ad.deflinear2(reduce_in_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct,
 batching.defvectorized(reduce_in_p)
 
 
+def _times_power(x: Any, scale: Any) -> Any:
+    return x * lax.convert_element_type(scale, x.dtype)
+
+
+times_power_p = Primitive("times_power_of_two")
+"""``x, scalar → x * scalar``, where the scalar is a finite power of two, so that the product is exact: it may be taken before a
+sum over devices."""
+times_power_p.def_impl(_times_power)
+times_power_p.def_abstract_eval(lambda x, scale: x)
+mlir.register_lowering(times_power_p, mlir.lower_fun(_times_power, multiple_results=False))
+
+in_blocks_p = Primitive("in_blocks")
+"""An identity: along each dim the elements have a common scale in blocks of so many (``blocks``), which no sharding may cut.
+
+``path`` is the weight whose matmul reads the array."""
+in_blocks_p.def_impl(_identity)
+in_blocks_p.def_abstract_eval(_identity)
+mlir.register_lowering(in_blocks_p, lambda ctx, x, **_: [x])
+
+
+def _batch_in_blocks(args, axes, *, blocks, path):
+    (x,), (d,) = args, axes
+    return in_blocks_p.bind(x, blocks=(*blocks[:d], 1, *blocks[d:]), path=path), d
+
+
+batching.defbroadcasting(times_power_p)
+batching.primitive_batchers[in_blocks_p] = _batch_in_blocks
+
+
 def reduce_in(x: Any, dtype: Any) -> Any:
     """Convert to a floating-point dtype in which partial sums are reduced.
 

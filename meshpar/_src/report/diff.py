@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ..cost.memory import memory_by_role, memory_of
 from ..cost.time import time_of
+from ..passes.advice import idle_axes
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from . import facts
@@ -74,7 +75,7 @@ class Metric:
         if r is None or self.a is None or self.b is None or (r >= 100 and self.unit != "share"):
             return ""
         if self.unit == "share":
-            return f"{100 * (self.b - self.a):+.0f} points".replace("-", "−")
+            return f"{round(100 * self.b) - round(100 * self.a):+} points".replace("-", "−")
         return f"{100 * (r - 1):+,.{0 if r >= 2 else 1}f} %".replace("-", "−")
 
     @property
@@ -126,9 +127,15 @@ class PlanDiff(Document):
 
     @property
     def verdict(self) -> str:
-        """What differs besides the layout, which plan fits, and which step is shorter, with the differences of its parts, which add
-        up to the difference of the step."""
+        """What differs besides the layout, which plan fits, the axes that one leaves idle, and which step is shorter, with the
+        differences of its parts, which add up to the difference of the step."""
         texts = [*self._targets, *(f"{k} does not fit" for k in "ab" if facts.fits(getattr(self, k)) is False)]
+        idle = {k: ", ".join(f"`{axis}`" for axis in idle_axes(getattr(self, k))) for k in "ab"}
+        texts += [
+            f"no value of {k} is split over {axes}: its devices all do the same work"
+            for k, axes in idle.items()
+            if axes
+        ]
         a, b = time_of(self.a), time_of(self.b)
         if a is None or b is None or not a.seconds:
             sent = Metric("", self.a.bytes_sent, self.b.bytes_sent, "bytes")
@@ -141,8 +148,8 @@ class PlanDiff(Document):
         rest = sum(differences.values()) - sum(large.values())
         why = [f"{name} {_signed(n)}" for name, n in large.items()]
         why += [f"other parts {_signed(rest)}"] * (abs(rest) >= 0.001 * abs(b.seconds - a.seconds))
-        much = f"{100 * abs(more):.1f} %" if more < 1 else f"{1 + more:.1f} ×"
-        longer = f"b is {much} {'slower' if more > 0 else 'faster'}, {_signed(b.seconds - a.seconds)} a step"
+        much = f"takes {1 + more:.3g} × as long" if more > 0 else f"is {1 / (1 + more):.3g} × as fast"
+        longer = f"b {much} as a, {_signed(b.seconds - a.seconds)} a step"
         return "; ".join([*texts, f"{longer}: {', '.join(why)}"])
 
     @property

@@ -39,6 +39,8 @@ MIN_LARGE_SHARE = 0.05
 MAX_LARGE = 3
 MEASURED_GPU_STEPS = (1.14, 1.18)
 """Smallest and largest ratio of the measured to the planned time of train steps; source: ``benchmarks/results/device.md``."""
+COMPILED_STEP_ERROR = 0.124
+"""Largest difference of planned steps from the TPU compiler's schedules; source: ``benchmarks/results/agreement.md``."""
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -84,6 +86,12 @@ def inputs_text(plan: Plan) -> str:
     return " × ".join(f"{name} {n:,}" for name, n in sizes.items())
 
 
+def step_tokens(plan: Plan, dims: Iterable[str] = ("batch",)) -> int:
+    """Number of elements of the largest argument of integers with these dims; 0 without one."""
+    integers = (h for h in plan.inputs if "int" in h.dtype and set(dims) <= set(h.dims))
+    return max((math.prod(h.shape) for h in integers), default=0)
+
+
 def kernel_seconds(time: Time) -> float:
     """Seconds of the estimated step in which kernels run; the remaining time is exposed communication."""
     return sum(op.seconds * op.count for op in time.ops)
@@ -108,6 +116,15 @@ def accuracy_text(plan: Plan) -> str:
         return ""
     low, high = MEASURED_GPU_STEPS
     return f"steps that were measured on one H200 took {low} to {high} times as long as planned"
+
+
+def step_range(plan: Plan) -> tuple[tuple[float, float], str]:
+    """(smallest and largest time of a step, as fractions of the planned time; their source); (1, 1) for calibrated chips."""
+    if plan.chip is None or plan.chip.calibration:
+        return (1.0, 1.0), ""
+    if plan.chip.switch:
+        return (1.0, MEASURED_GPU_STEPS[1]), "the longest that was measured on one H200"
+    return (1 - COMPILED_STEP_ERROR, 1 + COMPILED_STEP_ERROR), "the TPU compiler's schedules, estimates as well"
 
 
 def largest_text(plan: Plan) -> str:
@@ -425,9 +442,9 @@ def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
     return sorted(k for k in indices if k is not None)
 
 
-_TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
+TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
 _OF_DIM = {"batch": "data parallel", "expert": "expert parallel", "experts": "expert parallel"}
-_OF_DIM |= dict.fromkeys(_TENSOR_DIMS, "tensor parallel")
+_OF_DIM |= dict.fromkeys(TENSOR_DIMS, "tensor parallel")
 
 
 def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
@@ -443,10 +460,10 @@ def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
     if not axes:
         return ""
     if rule.dim == "seq":
-        if axes <= {a for dim in _TENSOR_DIMS for a in axes_of.get(dim, ())}:
+        if axes <= {a for dim in TENSOR_DIMS for a in axes_of.get(dim, ())}:
             return "sequence parallel"
         return "" if axes & batch_axes else "context parallel"
-    if rule.dim in (*_TENSOR_DIMS, "embed") and axes <= batch_axes:
+    if rule.dim in (*TENSOR_DIMS, "embed") and axes <= batch_axes:
         return "ZeRO-1" if rule.scope == "opt" else "FSDP"
     return _OF_DIM.get(rule.dim, "")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ...errors import MeshparError
+from ..cost.buffer_roles import buffer_roles
 from ..cost.donation import donatable
 from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
@@ -14,15 +17,19 @@ from ..cost.memory import memory_of, with_donated
 from ..cost.time import time_of
 from ..dims import format_dims
 from ..hardware.topology import Topology, larger_topologies
+from ..layout import Layout
+from ..passes import replan
+from ..passes.advice import idle_axes
 from ..plan.causes import name_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
 from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
+from ..program.pipeline import layer_loops
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
-from .facts import USABLE_FRACTION, fits, global_bytes, grouped, kernels_of, location_of_op
+from .facts import TENSOR_DIMS, USABLE_FRACTION, fits, global_bytes, grouped, kernels_of, location_of_op
 
 MAX_HINTS = 3
 MIN_SAVED_SHARE = 0.01
@@ -57,12 +64,35 @@ def donation_hint(plan: Plan) -> str | None:
 
 def memory_hints(plan: Plan) -> list[str]:
     """The edits that save memory, in the order to try: more devices if the state alone does not fit; donation, also where the plan
-    fits; where it does not fit, rules, rematerialization and microbatches."""
+    fits; where it does not fit, rules for unused axes, other rules, rematerialization and microbatches."""
     hints = [donation_hint(plan)]
     if fits(plan) is False:
-        state = _state_hint(plan)
-        hints = [state, *hints] if state else [*hints, _rule_hint(plan), _activations_hint(plan)]
+        if state := _state_hint(plan):
+            return [state, *filter(None, hints)]
+        idle = _idle_hints(plan)
+        hints = [*idle, *hints, None if idle else _rule_hint(plan), _activations_hint(plan)]
     return [hint for hint in hints if hint]
+
+
+def _idle_hints(plan: Plan) -> list[str]:
+    """For each axis that no rule uses, rules for the batch and for dims of tensor parallelism, each with the memory of its plan."""
+    sizes = {dim: size for h in plan.inputs for dim, size in zip(h.dims, h.shape, strict=True) if dim}
+    rules = {rule.dim: rule.axes for rule in plan.requested_layout.rules if rule.scope is None}
+    hints = []
+    for axis in idle_axes(plan):
+        over = (*rules.get("batch", ()), axis)
+        tensor = [d for d in TENSOR_DIMS if d in sizes and d not in rules and sizes[d] % plan.sizes[axis] == 0]
+        texts = [f"batch: {'+'.join(over)}"] * ("batch" in sizes) + [f"{', '.join(tensor)}: {axis}"] * bool(tensor)
+        edits = []
+        for text in texts:
+            with contextlib.suppress(MeshparError):
+                layout = plan.requested_layout.with_first(Layout(text).rules)
+                peak = memory_of(replan(plan, replace(plan.request, layout=layout))).peak
+                edits.append(f"`{text}` ({format_memory(peak)})")
+        if edits:
+            work = f"no rule uses `{axis}`, so that its {plan.sizes[axis]} devices do the same work"
+            hints.append(f"{work}: write {', or '.join(edits)}")
+    return hints
 
 
 def topology_for_state(plan: Plan) -> Topology | None:
@@ -143,10 +173,12 @@ def rule_gains(plan: Plan) -> defaultdict[str, float]:
 def _rule_hint(plan: Plan) -> str | None:
     """The rule that, at the end of the layout, saves most memory of arguments; None: none saves a considerable part."""
     gains = rule_gains(plan)
-    rule = max(gains, key=gains.__getitem__, default=None)
-    if rule is None or gains[rule] < MIN_SAVED_SHARE * memory_of(plan).peak:
+    stacks = {loop.dim for loop in plan.program.traced.cached(layer_loops)}
+    rule = max(gains, key=lambda rule: (rule.partition(":")[0] not in stacks, gains[rule]), default="")
+    if gains[rule] < MIN_SAVED_SHARE * memory_of(plan).peak:
         return None
-    return f"a rule `{rule}` at the end of the layout saves {format_memory(gains[rule])} of the arguments"
+    stages = " (the axis is then one of stages, of a pipeline)" * (rule.partition(":")[0] in stacks)
+    return f"a rule `{rule}` at the end of the layout{stages} saves {format_memory(gains[rule])} of the arguments"
 
 
 def _activations_hint(plan: Plan) -> str | None:
@@ -162,17 +194,28 @@ def _activations_hint(plan: Plan) -> str | None:
     capacity = plan.chip.per_device().hbm
     head = (
         f"{format_memory(saved)} of the peak of {format_memory(memory.peak)} are saved activations, and "
-        f"{with_article(plan.chip.name)} has {format_memory(capacity)}: jax.checkpoint (Flax: nn.remat) around each layer saves "
-        "only the inputs of the layer"
+        f"{with_article(plan.chip.name)} has {format_memory(capacity)}: "
     )
+    roles = buffer_roles(plan)
+    largest = max(memory.live, key=lambda live: live[1] * (roles(live[0]) == "saved activations"))[0]
+    if not _is_stack_of_inputs(largest.value):
+        head += "jax.checkpoint (Flax: nn.remat) around each layer saves only the inputs of the layer; "
     counts = (2**k for k in range(1, MAX_MICROBATCHES.bit_length()))
     count = next((m for m in counts if memory.peak - saved * (1 - 1 / m) <= capacity), None)
     m = count or MAX_MICROBATCHES
     enough = "" if count else ", which is not enough by itself"
     return (
-        f"{head}; mp.train.accumulate_gradients(…, {m}) stores the activations of one of {m} microbatches at a time, about "
+        f"{head}mp.train.accumulate_gradients(…, {m}) stores the activations of one of {m} microbatches at a time, about "
         f"{format_memory(saved * (1 - 1 / m))} less{enough}"
     )
+
+
+def _is_stack_of_inputs(value: Value) -> bool:
+    """Whether a value stacks the input of each iteration of a scan: what rematerialized layers save."""
+    if value.op is None or value.op.primitive.family != "scan":
+        return False
+    (body,) = value.op.frames
+    return body.outs()[value.op.outs.index(value)] in body.ins()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-MAX_PATH_SHARE = 0.35
+MAX_PATH_SHARE = 0.3
 """Fraction of the width of the terminal that a path may take."""
 
 MAX_ERROR = 0.1

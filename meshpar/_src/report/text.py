@@ -47,8 +47,8 @@ def plan_line(plan: Plan) -> str:
     return f"<Plan on {mesh_text(plan.sizes)}: {layout or UNSHARDED}; sends {format_bytes(plan.bytes_sent)} a step>"
 
 
-def plan_renderable(plan: Plan) -> Any:
-    """The plan for rich: mesh and layout, a summary, collectives, memory and time, arguments, notes.
+def plan_renderable(plan: Plan, brief: bool = False) -> Any:
+    """The plan for rich: mesh and layout, a summary, collectives, memory and time, arguments, notes; ``brief``: only the first two.
 
     Where the peak exceeds the memory of a device, the first line is DOES NOT FIT, and the next ones say what to change.
     """
@@ -73,7 +73,7 @@ def plan_renderable(plan: Plan) -> Any:
         changes,
         *(section.terminal() for section in sections(plan)),
     ]
-    lines = [line for block in blocks if block for line in (*block, Text())]
+    lines = [line for block in blocks[: 2 if brief else None] if block for line in (*block, Text())]
     return Group(*(_indented(line) if isinstance(line, Text) else line for line in lines[:-1]))
 
 
@@ -113,6 +113,9 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         waits = time.seconds - kernels
         bar = _bar([("█", kernels, "grey62"), ("▒", waits, "red")])
         bound = [f"bound by {', '.join(shares)}"] if (shares := step_shares(plan)) else []
+        if (tokens := facts.step_tokens(plan, ("batch", "seq"))) and chip is not None:
+            rate = tokens / time.seconds / math.ceil(plan.mesh.size / chip.devices)
+            bound.insert(0, f"{rate:,.0f} tokens/s a chip")
         split = joined(
             f"kernels {format_seconds(kernels)}", f"communication not hidden {format_seconds(waits)}", *bound
         )
@@ -123,7 +126,9 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         return format_bytes(of.bytes) + f" ({format_seconds(of.seconds)})" * timed
 
     if groups := facts.collective_groups(plan.collectives, lambda c: c.axes):
-        bar = _bar([("█", cost(g), colours.styles.get(g.first.axes[0], "")) for g in groups])
+        parts = [("█", cost(g), colours.styles.get(g.first.axes[0], "")) for g in groups]
+        others = 0.0 if time is None else max(0.0, time.seconds - sum(map(cost, groups)))
+        bar = _bar([*parts, ("░", others, "dim")])
         over = [Text.assemble(colours.axes(g.first.axes).terminal, f" {figures(g)}") for g in groups]
         rows.append(("sends", format_bytes(plan.bytes_sent), bar, joined(*over)))
     effects = [e for e in facts.rule_effects(plan) if e.rule is not None and e.collectives.members]

@@ -39,7 +39,7 @@ class AnyOp(Protocol):
     outs: list[Any]
 
 
-def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[Any]:
+def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes, number: int = 0) -> list[Any]:
     """One device's shards of an op's results, inside a ``shard_map``.
 
     Args:
@@ -47,6 +47,7 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
       axes: the axes over which every factor of the rule is split.
       xs: the shards of the operands.
       sizes: axis sizes; a :class:`~rules.spmd.Grid` for a factored mesh.
+      number: of the form of a kernel.
 
     Returns:
       The shards of the results, partial over the axes of factors that the rule reduces (:meth:`OpRule.partial_factors`).
@@ -55,7 +56,7 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes) -> list[An
     form = primitive(op.name).local
     if form is None:
         return bind(op.eqn, xs, plain_params(op.eqn.params))
-    return form(op if op.rule is None else LocalOp(op, axes, sizes), *xs)
+    return form(op if op.rule is None else LocalOp(op, axes, sizes, number), *xs)
 
 
 def check_local(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> None:
@@ -143,12 +144,13 @@ class LocalOp:
       axes: the axes over which every factor is split.
       sizes: axis sizes.
       params: of the equation, without shardings.
+      number: of the form of a kernel: 0, or one more than an index of its other forms.
     """
 
-    def __init__(self, op: AnyOp, axes: Axes, sizes: Sizes):
+    def __init__(self, op: AnyOp, axes: Axes, sizes: Sizes, number: int = 0):
         assert op.rule is not None
         self.eqn, self.name, self.rule, self.operands = op.eqn, op.name, op.rule, op.ins
-        self.axes, self.sizes = axes, sizes
+        self.axes, self.sizes, self.number = axes, sizes, number
         self.params = plain_params(op.eqn.params)
 
     def shard_count(self, factors: Factors) -> int:

@@ -170,6 +170,9 @@ SCALES_FLOATS = Law(kinds=_SUM, dtypes=frozenset({"float", "complex"}), operands
 the inverse of a norm) may be 0 or infinite, and ``0 * inf`` on a device whose term is 0 would make the sum NaN. Narrow
 floating-point types are excluded: their terms overflow or vanish where their sum does not."""
 
+SCALES_BY_POWERS = Law(kinds=_SUM, dtypes=frozenset({"float"}))
+"""``(Σ a_i) 2**k = Σ (a_i 2**k)``, also for a k known at run time only: the scale is finite, and no term is rounded."""
+
 SCALES_INTEGERS = Law(kinds=_SUM, dtypes=frozenset({"integer"}), operands=(0, None))
 """``(Σ a_i) b = Σ (a_i b)`` modulo 2**bits, for any integers b."""
 

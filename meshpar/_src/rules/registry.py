@@ -118,7 +118,8 @@ class Primitive:
       view: an identity, or one that only reorders or regroups dims, and moves no data.
       fusible: is computed inside the kernels that read its result.
       matmul_dims: the sizes of a matmul or convolution; None: it is neither.
-      nested_flops: equation → FLOPs of the matmuls inside a kernel or a nested jaxpr, on unsharded operands; None: it has none.
+      nested_flops: (equation, whether of the model only) → FLOPs of the matmuls inside a kernel or a nested jaxpr, on unsharded
+        operands; None: it has none.
       refuses: for a primitive of which only some ops have a local form: the reason for an op without one, else None.
       pinned: XLA's partitioner computes the op wrongly along split dims, or fails (starts out of bounds, windows, uneven shards):
         the ``"jit"`` lowering constrains results to the plan's sharding, so that no sharding propagates to them from other ops.
@@ -136,7 +137,7 @@ class Primitive:
     view: bool = False
     fusible: bool = False
     matmul_dims: MatmulDims | None = None
-    nested_flops: Callable[[Any], float] | None = None
+    nested_flops: Callable[[Any, bool], float] | None = None
     refuses: Callable[[SplitOp], Refusal | None] | None = None
     pinned: bool = False
     manual: Callable[[SplitOp], bool] | None = None
@@ -167,12 +168,13 @@ class Primitive:
         """Cheaper to recompute than to save for a backward pass (for a call: as cheap as its body)."""
         return self.fusible or self.view or self.family == "random" or self.call
 
-    def flops(self, eqn: Any) -> float:
-        """FLOPs of the matmuls of an equation of this primitive, on unsharded operands; 0 for control flow and calls."""
+    def flops(self, eqn: Any, model: bool = False) -> float:
+        """FLOPs of the matmuls of an equation of this primitive, on unsharded operands; 0 for control flow and calls. ``model``: as
+        :mod:`rules.flops`."""
         if self.matmul_dims is not None:
             batch, m, n, k = self.matmul_dims(eqn, *(v.aval.shape for v in eqn.invars[:2]))
             return 2.0 * batch * m * n * k
-        return 0.0 if self.nested_flops is None else self.nested_flops(eqn)
+        return 0.0 if self.nested_flops is None else self.nested_flops(eqn, model)
 
 
 _entries: dict[str, Primitive] = {}

@@ -71,6 +71,7 @@ class OpRule:
       known: False: the op has no rule, and its operands are all-gathered.
       sharded_like: (leader, follower) pairs: the follower is split as the leader is (input and output rows of a convolution).
       sends: the collectives of the local form if permutation factors are split.
+      forms: ``sends`` of the other forms of a kernel (:attr:`program.kernels.Kernel.forms`).
       windows: (operand, dim) → a function from the number of shards of the dim to the window that each device reads.
       given: the axes of every factor, if the op specifies them, as a ``shard_map`` does; None: the plan assigns them.
       permutation_partial: a result without a permutation factor is a partial sum over it (cotangents), not complete.
@@ -85,6 +86,7 @@ class OpRule:
     known: bool = True
     sharded_like: list[tuple[int, int]] = field(default_factory=list)
     sends: Sends | None = None
+    forms: tuple[Sends, ...] = ()
     windows: dict[tuple[int, int], Callable[[int], ShardWindow]] = field(default_factory=dict)
     given: list[tuple[str, ...]] | None = None
     permutation_partial: bool = False

@@ -23,7 +23,7 @@ from ..hardware.chips import CHIPS
 from ..options import option
 from ..plan.plan import Plan, ShardedArray
 from ..report.document import Document
-from ..report.facts import fits, layout_text, title
+from ..report.facts import fits, layout_text, step_range, step_tokens, title
 from ..report.tables import Cell, Table, hanging, html_picture, number
 from ..units import (
     format_bytes,
@@ -116,16 +116,18 @@ def _prices(given: Mapping[str, float] | str | Path | None) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """The 5th, 50th and 95th percentile of a quantity over the simulated runs."""
+    """The 5th, 50th and 95th percentile of a quantity over the simulated runs; of times and costs, the outer ones with the error of
+    the step (:func:`report.facts.step_range`)."""
 
     low: float
     median: float
     high: float
 
     @classmethod
-    def of(cls, values: np.ndarray) -> Percentiles:
-        """The percentiles of the entries of an array."""
-        return cls(*(float(x) for x in np.percentile(values, (5, 50, 95))))
+    def of(cls, values: np.ndarray, error: tuple[float, float] = (1.0, 1.0)) -> Percentiles:
+        """The percentiles of the entries of an array, the outer ones multiplied by ``error``."""
+        low, median, high = (float(x) for x in np.percentile(values, (5, 50, 95)))
+        return cls(error[0] * low, median, error[1] * high)
 
     def text(self, form: Callable[[float], str]) -> str:
         """``31.2 (31.0–31.5)``, where ``form`` is the text of a number."""
@@ -141,6 +143,8 @@ class RunRow:
       chips: their number.
       fits: whether the plan fits into the memory of a device.
       job: seconds of a step, of saves and of restarts; the mean time between failures.
+      mfu: of a step.
+      error: smallest and largest time of a step, as fractions of the planned time, and their source.
       checkpoint_bytes: of the parameters and the optimizer state of all devices together.
       save_optimum: steps between two saves for the shortest expected time.
       save_every: the recommended steps between two saves; the expected time is :data:`MAX_SAVE_LOSS` longer, with fewer saves.
@@ -158,6 +162,8 @@ class RunRow:
     chips: int
     fits: bool
     job: Job
+    mfu: float
+    error: tuple[tuple[float, float], str]
     checkpoint_bytes: float
     save_optimum: int
     save_every: int
@@ -235,6 +241,8 @@ class RunPlan(Document):
         texts = f"{o.mtbf / 3600:,.0f} h", *values, f"{format_bytes(o.bandwidth)}/s"
         prices = ", ".join(f"{price:g} for an hour of a {chip}" for chip, price in o.price.items())
         out = [(k.replace("_", " "), f"{text}: {sources[k]}") for k, text in zip(SOURCES, texts, strict=True)]
+        errors = dict.fromkeys(row.error for row in self.rows if row.error[1])
+        out += [("step", f"{low:g} to {high:g} × the planned time: {source}") for (low, high), source in errors]
         return out + [("price", f"{prices}: given; costs are in the same currency")] * bool(prices)
 
     def _tables(self) -> list[Table]:
@@ -245,7 +253,7 @@ class RunPlan(Document):
             Cell(t, terminal=Text(t, "bold" * (several and r == self.best)))
             for t, r in zip(texts, self.rows, strict=True)
         ]
-        cells = [_cells(row, with_cost) for row in self.rows]
+        cells = [_cells(row, with_cost, self) for row in self.rows]
         return [
             Table(
                 [("topology", "word"), *((head, "n") for head in of)],
@@ -256,37 +264,41 @@ class RunPlan(Document):
         ]
 
     def _verdict(self) -> str:
-        """The topology of the shortest run, and the cheapest one; then those that do not fit."""
-        best, cheapest = self.best, self.cheapest
-        cost = f", cost {format_count(best.cost.median)}" if best.cost else ""
-        shortest, every = map(format_duration, best.save_seconds)
-        save = f"save every {best.save_every:,} steps, {every} (at most {100 * MAX_SAVE_LOSS:.0f} % longer than every {shortest})"
-        lines = [f"{best.where}: {best.days.median:,.1f} days{cost}; {save}"] if best.fits else []
-        if cheapest is not None and cheapest != best and cheapest.cost:
-            lines.append(f"the cheapest is {cheapest.where}: {format_count(cheapest.cost.median)}")
+        """The cheapest run, and the shortest one if it is another, each with its save interval; then those that do not fit."""
+        lines, runs = [], {self.cheapest or self.best: "cheapest", self.best: "shortest"}
+        for row, what in runs.items() if self.best.fits else ():
+            cost = f", cost {format_count(row.cost.median)}" if row.cost else ""
+            shortest, every = map(format_duration, row.save_seconds)
+            save = f"save every {row.save_every:,} steps, {every} "
+            save += f"(at most {100 * MAX_SAVE_LOSS:.0f} % longer than every {shortest})"
+            which = f"{what} on " * (len(runs) > 1)
+            lines.append(f"{which}{row.where}: {row.days.median:,.1f} days{cost}; {save}")
         return "; ".join([*lines, *(f"{r.where} does not fit into memory" for r in self.rows if not r.fits)])
 
     @property
-    def _meshes(self) -> str:
-        """The meshes of the topologies, each once."""
-        return "; ".join(dict.fromkeys(row.mesh for row in self.rows))
+    def _plans(self) -> dict[str, str]:
+        """The mesh of each topology, each once, and the layout; topology → mesh and layout if the layouts differ."""
+        if len({row.layout for row in self.rows}) > 1:
+            return {row.where: f"{row.mesh}: {row.layout}" for row in self.rows}
+        return {"mesh": "; ".join(dict.fromkeys(row.mesh for row in self.rows)), "layout": self.rows[0].layout}
 
     def _html(self) -> str:
         """Verdict, tables, the picture of the parts and of the loss by save interval, and the parameters with their sources."""
-        runs, shares, saves, copies = self._tables()
+        runs, steps, shares, saves, copies = self._tables()
         parameters = Table([("parameter", ""), ("", "")], [[Cell(x) for x in row] for row in self._assumptions()])
         data = {"kinds": [*PARTS.items()], "rows": [_drawn(row) for row in self.rows]}
         picture = html_picture("drawRuns", "days of each run, and the loss by save interval", data)
-        head = f"<code>{escape(self._meshes)}</code><br><code>{escape(self.rows[0].layout)}</code>"
+        head = "<br>".join(f"{escape(name)} <code>{escape(text)}</code>" for name, text in self._plans.items())
         return (
             f'<h1>{escape(self._title())}</h1><p>{head}</p><p class="verdict">{escape(self._verdict())}</p>'
-            f"<h2>{runs.title}</h2>{runs.html(sortable=True)}<h2>{shares.title}</h2>{picture}{shares.html()}"
+            f"<h2>{runs.title}</h2>{runs.html(sortable=True)}<h2>{steps.title}</h2>{steps.html(sortable=True)}"
+            f"<h2>{shares.title}</h2>{picture}{shares.html()}"
             f"<h2>{saves.title}</h2>{saves.html()}<h2>{copies.title}</h2>{copies.html()}<h2>Parameters</h2>{parameters.html()}"
         )
 
     def __rich__(self) -> Any:
         """The forecast for the terminal."""
-        facts = {"run": self._title(), "mesh": self._meshes, "layout": self.rows[0].layout, "result": self._verdict()}
+        facts = {"run": self._title(), **self._plans, "result": self._verdict()}
         head = hanging([(Text(name, "bold"), text) for name, text in facts.items()])
         notes = hanging([(Text(name, "dim"), Text(text, "dim")) for name, text in self._assumptions()])
         tables = (part for table in self._tables() for part in (Text(), table.terminal()))
@@ -296,7 +308,7 @@ class RunPlan(Document):
         return f"<RunPlan of {self._title()}: {self._verdict()}>"
 
 
-def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
+def _cells(r: RunRow, with_cost: bool, plan: RunPlan) -> dict[str, dict[str, Cell]]:
     """Title of a table of the report → heading → cell; with a cost if ``with_cost``."""
 
     def cell(form: Callable[[float], str], value: float) -> Cell:
@@ -306,17 +318,26 @@ def _cells(r: RunRow, with_cost: bool) -> dict[str, dict[str, Cell]]:
         return f"{100 * value:.2f} %"
 
     days = r.days.text(f"{{:,.{1 if r.days.median < 100 else 0}f}}".format)
+    rate = plan.step_tokens / r.job.step
     run = {
-        "step": cell(format_seconds, r.job.step),
-        "days (5–95 %)": number(days, r.days.median),
+        "days (range)": number(days, r.days.median),
         "goodput": cell(percent, r.goodput.median),
         "failures": cell("{:,.0f}".format, r.failures.median),
     }
+    step = {
+        "time": cell(format_seconds, r.job.step),
+        "MFU": cell(lambda share: f"{100 * share:.0f} %", r.mfu),
+        "tokens/s": cell(format_count, rate),
+        "of a chip": cell("{:,.0f}".format, rate / r.chips),
+    }
     if with_cost:
-        run["cost (5–95 %)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else number("–", 0.0)
+        none = number("–", 0.0)
+        run["cost (range)"] = number(r.cost.text(format_count), r.cost.median) if r.cost else none
+        step["cost of 1e12 tokens"] = cell(format_count, 1e12 / plan.tokens * r.cost.median) if r.cost else none
     every, at_most = r.save_seconds
     return {
         "Medians of the simulated runs": run,
+        "A step": step,
         "Where the time goes, on average": {
             name: cell(percent, x / sum(r.parts)) for name, x in zip(PARTS.values(), r.parts, strict=True)
         },
@@ -350,8 +371,7 @@ def _drawn(row: RunRow) -> dict[str, Any]:
 def run_plan_of(plans: Sequence[Plan], tokens: float, options: RunOptions) -> RunPlan:
     """The forecast of a run whose step has these plans; :meth:`meshpar.Plan.run_plan` describes it."""
     plan = plans[0]
-    integers = [x for x in plan.inputs if jnp.issubdtype(_dtype(x), jnp.integer) and "batch" in x.dims]
-    step = options.step_tokens or max((math.prod(x.shape) for x in integers), default=0)
+    step = options.step_tokens or step_tokens(plan)
     if not 0 < tokens < math.inf:
         raise UnsupportedError(f"tokens={tokens:g}: a run has a positive number of tokens", fixes=["tokens=15e12"])
     if not step:
@@ -399,7 +419,7 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
     out = job.simulate(every, int(options.trials))
     repeated = out.seconds - productive - out.saving - out.restarting
     copies = replace(job, write=memory, restart=again + memory)
-    price = options.price.get(chip.name)
+    price, error = options.price.get(chip.name), step_range(plan)
     return RunRow(
         topology=plan.topology or "",
         mesh=mesh_text(plan.sizes),
@@ -407,13 +427,15 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
         chips=chips,
         fits=fits(plan) is not False,
         job=job,
+        mfu=time.mfu,
+        error=error,
         checkpoint_bytes=size,
         save_optimum=every,
         save_every=job.longest_interval(MAX_SAVE_LOSS),
-        days=Percentiles.of(out.seconds / DAY),
+        days=Percentiles.of(out.seconds / DAY, error[0]),
         goodput=Percentiles.of(productive / out.seconds),
         failures=Percentiles.of(out.failures),
-        cost=None if price is None else Percentiles.of(out.seconds / 3600 * chips * price),
+        cost=None if price is None else Percentiles.of(out.seconds / 3600 * chips * price, error[0]),
         parts=(productive, *(float(np.mean(x)) for x in (out.saving, repeated, out.restarting))),
         copies_days=(job.expected(every) - copies.expected(copies.best_interval())) / DAY,
         copies_bytes=2 * (KEPT + 1) * local * chip.devices,

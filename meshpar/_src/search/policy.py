@@ -13,7 +13,8 @@ class SearchPolicy:
       tie_fraction: layouts whose step times (or peaks) differ by less count as equally good; the one with the fewest rules is
         chosen, since the estimate is no more accurate than that.
       scheme_slack_fraction: the choice may be longer (or larger) than a known scheme or a layout of the user's by at most this.
-      max_peak_fraction: of candidates that tie, one is not chosen if a faster one has a peak below this fraction of its peak.
+      max_peak_fraction: of candidates that tie and need more than half of the usable memory, one is not chosen if a faster one has
+        a peak below this fraction of its peak.
       min_gain_fraction: a descent moves to a candidate only if it is better by more than this.
       rejected_loss_fraction: a move that made a candidate worse by more than this is not tried again from another candidate.
       other_mesh_error_fraction: a candidate on another mesh is planned if its expected time is at most this much above the time

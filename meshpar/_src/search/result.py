@@ -206,11 +206,14 @@ class Search(Document):
         turned = rules == own and parse_mesh(row.mesh) == parse_mesh(best.mesh)
         order = "another order of the axes: other places on the torus" if turned else ""
         if self.objective == "time":
-            longer = row.seconds - best.seconds
-            equal = abs(longer) < MIN_DIFFERENCE * best.seconds
-            than = f"{format_seconds(abs(longer))} {'slower' if longer > 0 else 'faster'} than ★"
-            than = "as fast as ★" if equal else than
-            than += ", but less simple" * (equal or longer < 0)
+            ratio = row.seconds / best.seconds
+            longer = f"{100 * abs(ratio - 1):.1f} % {'slower' if ratio > 1 else 'faster'}"
+            equal = abs(ratio - 1) < MIN_DIFFERENCE
+            than = "as fast as ★" if equal else f"{longer} than ★" if ratio < 2 else f"{ratio:.3g} × as long as ★"
+            if (row.rules, row.uses) >= (best.rules, best.uses):
+                than += ", but less simple" * (equal or ratio < 1)
+            elif ratio <= 1 + POLICY.tie_fraction and row.peak > max(best.peak, self.usable / 2):
+                than += f", and needs {format_memory(row.peak - best.peak)} more memory, which is scarce"
         else:
             larger = row.peak - best.peak
             than = f"{format_memory(larger)} more than ★" if larger > 0 else "as small as ★, but less simple"

@@ -101,9 +101,9 @@ def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
     """The candidate with the fewest rules, then the fewest axes in them, among those that tie with the best one; of equal ones a
     known scheme.
 
-    Estimates may be wrong: of candidates that tie in time, one that uses at most half of the memory is preferred. A candidate is
-    not chosen if another one is better by ``POLICY.min_gain_fraction`` in time and needs less than ``POLICY.max_peak_fraction``
-    of its memory.
+    Estimates may be wrong: of candidates that tie in time, one that uses at most half of the usable memory is preferred. Where none
+    does, a candidate is not chosen if another one is better by ``POLICY.min_gain_fraction`` in time and needs less than
+    ``POLICY.max_peak_fraction`` of its memory.
     """
     best = ranked[0]
     known = [row for row in ranked if row.name and row.fits == best.fits]
@@ -122,7 +122,7 @@ def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
         return any(other.peak < POLICY.max_peak_fraction * row.peak for other in faster)
 
     return min(
-        (row for row in ties if not is_dominated(row)),
+        (row for row in ties if row.peak <= evaluation.usable / 2 or not is_dominated(row)),
         key=lambda row: (row.rules, row.uses, not row.name, row.peak if best.fits else 0.0, row.seconds, row.layout),
     )
 
@@ -181,25 +181,18 @@ def _compiled(rows: list[Row], verify: int, compiled: Compile) -> tuple[list[Row
 def one_per_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates without those that differ little from an earlier one.
 
-    Those are of the same kind, with step time and peak within ``POLICY.same_row_fraction``. Of such candidates one with a name is
-    shown, else the one with the fewest axes; the first candidate of all, and those with names, are always shown.
+    Those are of the same kind, with step time and peak within ``POLICY.same_row_fraction``. Of such candidates the first is shown,
+    which is the best; those with names are always shown.
     """
     shown: list[Candidate] = []
     by_kind: dict[object, list[int]] = {}
     for candidate in candidates:
         similar = by_kind.setdefault(candidate.kind, [])
         at = next((k for k in similar if _similar(shown[k].row, candidate.row)), None)
-        if at is None or (candidate.row.name and (at == 0 or shown[at].row.name)):
+        if at is None or candidate.row.name:
             similar.append(len(shown))
             shown.append(candidate)
-        elif at > 0 and _simplicity(candidate) < _simplicity(shown[at]):
-            shown[at] = candidate
     return shown
-
-
-def _simplicity(candidate: Candidate) -> tuple[bool, int]:
-    """(whether it has no name, its number of axes): smaller for the candidate to show."""
-    return not candidate.row.name, len(candidate.point.sizes)
 
 
 def _similar(one: Row, other: Row) -> bool:
@@ -244,16 +237,16 @@ def without_marks(evaluation: Evaluation, point: Point) -> tuple[Rule, ...]:
 
 
 def with_merged_axes(candidate: Candidate, keep: Collection[str], may_plan: bool) -> Candidate:
-    """The candidate with one axis in place of two that all rules use together, if its cost is at most
-    ``POLICY.same_row_fraction`` larger: an axis with the size of both may have other places in the torus.
+    """The candidate with one axis in place of two that all rules use together, if its cost is no larger: an axis with the size of
+    both may have other places in the torus.
 
     Args:
       keep: axes that are not merged.
-      may_plan: merged axes are planned if they were not yet.
+      may_plan: merged axes are planned if they were not yet, and may cost ``POLICY.same_row_fraction`` more.
     """
     if candidate.row.name == "yours":
         return candidate
-    evaluation, limit = candidate.evaluation, 1 + POLICY.same_row_fraction
+    evaluation, limit = candidate.evaluation, 1 + POLICY.same_row_fraction * may_plan
     for point in _mergers(candidate.point, keep):
         row = evaluation.known(point) or (evaluation.uncounted(point) if may_plan else None)
         old = candidate.row

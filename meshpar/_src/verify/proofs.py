@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
+from jax.sharding import Mesh
+
 from ...errors import UnsupportedError
 from ..compat.jax import abstract_array, axes_of_spec, make_generated_jaxpr, on_host
 from ..lower import lower_to_shard_map
 from ..plan.plan import Plan
+from ..rules.spmd import Grid
 from .prove import DECOMPOSED, Claims, Proof, prove_program
 
 
@@ -43,4 +46,8 @@ def claims_of(plan: Plan) -> Claims:
     arguments, results = (
         [(h.path, axes_of_spec(h.spec, len(h.shape))) for h in hs] for hs in (plan.inputs, plan.outputs)
     )
-    return Claims(sends, arguments, results, plan.sizes)
+    axes = {name: a for a, names in Grid(plan.sizes, plan.torus).fine.items() for name in names}
+    platform = "cuda" if plan.chip is not None and plan.chip.switch else "tpu"
+    if isinstance(plan.mesh, Mesh) and plan.mesh.devices.flat[0].platform == "cpu":
+        platform = "cpu"
+    return Claims(sends, arguments, results, plan.sizes, axes, platform)

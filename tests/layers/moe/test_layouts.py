@@ -156,19 +156,77 @@ def one_layer_unsharded():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "lowering", "layout", "first"),
+    ("strategy", "overlap", "lowering", "layout", "first"),
     [
-        ("a2a", "shard_map", "batch: data; expert: model+data", "all-to-all"),
-        ("ring", "jit", "batch: data; expert: model+data", "all-gather"),
-        ("dense", "jit", "batch: data; expert: data; mlp: model", "all-gather"),
+        ("a2a", 2, "shard_map", "batch: data; expert: model+data", "all-to-all"),
+        ("ring", 2, "jit", "batch: data; expert: model+data", "all-gather"),
+        ("dense", 1, "jit", "batch: data; expert: data; mlp: model", "all-gather"),
     ],
 )
-def test_strategies(one_layer_unsharded, mesh, strategy, lowering, layout, first):
-    run = functools.partial(one_layer, strategy=strategy, slack=1.0)
+def test_strategies(one_layer_unsharded, mesh, strategy, overlap, lowering, layout, first):
+    run = functools.partial(one_layer, strategy=strategy, overlap=overlap, slack=1.0)
     sharded = mp.jit(run, mesh=mesh, layout=layout, dims=ONE_DIMS, lowering=lowering)
     same(sharded(ONE, X), one_layer_unsharded)
-    sent = [c.op for c in sharded.plan(ONE, X).collectives if c.tensor.startswith("moe_experts: ") and c.bytes > 500]
+    sent = [c.op for c in sharded.plan(ONE, X).collectives if c.tensor.startswith("moe_experts: ") and c.bytes > 300]
     assert first in sent
+
+
+@pytest.mark.parametrize(("strategy", "overlap"), [("a2a", 1), ("ring", 2)])
+def test_codes_of_8_bits_are_rounded_as_the_recipe_says(mesh, strategy, overlap):
+    """Tokens, results and the cotangents of both; the plan sends what the program does."""
+    c = R.normal(size=X.shape).astype("f")
+
+    def step(p, x, c):
+        def loss(p, x):
+            y, _ = layer(p, x, strategy=strategy, exchange="float8", overlap=overlap, slack=1.0)
+            return (y * c).sum(), y
+
+        (_, y), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(p, x)
+        return y, grads
+
+    how = {"mesh": mesh, "layout": "batch: data; expert: data", "dims": {**ONE_DIMS, "c": "batch seq embed"}}
+    y, (dp, dx) = mp.jit(step, **how, lowering="shard_map")(ONE, X, c)
+    want = recipe(X.reshape(-1, H).astype(float), c.reshape(-1, H).astype(float), strategy)
+    for a, b in zip((y, dx, dp["up"], dp["down"]), want, strict=True):
+        np.testing.assert_allclose(np.asarray(a).reshape(b.shape), b, rtol=0, atol=2e-5 * abs(b).max())
+    assert mp.prove(step, ONE, X, c, **how, lowering="shard_map").proven
+
+
+def rounded(x):
+    """x as float8_e4m3fn with a scale for each row, as it is read."""
+    scale = abs(x).max(-1, keepdims=True) / 448
+    return np.where(scale > 0, (x / np.where(scale > 0, scale, 1)).astype(jnp.float8_e4m3fn).astype(float) * scale, 0)
+
+
+def recipe(x, c, strategy):
+    """(y, gradients of sum(y * c) for x but not by the router, up and down) on 4 devices with two experts each, in float64."""
+    wide = {n: w.astype(float) for n, w in ONE.items()}
+    logits = x @ wide["kernel"]
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    y, dx, dup, ddown = np.zeros_like(x), np.zeros_like(x), np.zeros_like(wide["up"]), np.zeros_like(wide["down"])
+    to_router = np.zeros_like(logits)
+    seen, cotangent = rounded(x), rounded(c)
+    for t in range(len(x)):
+        chosen = np.argsort(-logits[t], kind="stable")[:2]
+        weight = probabilities[t, chosen] / probabilities[t, chosen].sum()
+        sums: dict[int, list[np.ndarray]] = {}
+        for j, e in enumerate(chosen):
+            a, b = seen[t] @ wide["gate"][e], seen[t] @ wide["up"][e]
+            s = 1 / (1 + np.exp(-a))
+            h = a * s * b
+            row = weight[j] * (h @ wide["down"][e])
+            ddown[e] += weight[j] * np.outer(h, cotangent[t])
+            dh = weight[j] * (wide["down"][e] @ cotangent[t])
+            db, da = dh * a * s, dh * b * (s + a * s * (1 - s))
+            dup[e] += np.outer(seen[t], db)
+            back = wide["gate"][e] @ da + wide["up"][e] @ db
+            sums.setdefault(e // 2 if strategy == "ring" else j, []).append(np.stack([row, back]))
+            to_router[t, e] = cotangent[t] @ (h @ wide["down"][e])
+        to_router[t, chosen] = weight * (to_router[t, chosen] - weight @ to_router[t, chosen])
+        for parts in sums.values():
+            both = rounded(np.sum(parts, 0))
+            y[t], dx[t] = y[t] + both[0], dx[t] + both[1]
+    return y, dx + to_router @ wide["kernel"].T, dup, ddown
 
 
 def test_the_layer_is_the_oracles():
@@ -219,9 +277,41 @@ def test_the_plan_knows_what_is_sent(mesh):
     tokens = rows * H * 4 * 3 / 4
     # a number for every expert, and of every row its expert
     assert [c.bytes for c in exchanges] == [tokens, E * 4 * 3 / 4, rows * 4 * 3 / 4, tokens]
+    in_parts = mp.plan(functools.partial(layer, strategy="a2a", overlap=2, exchange="float8"), ONE, X, mesh="data=4, model=2",
+                       layout="batch: data; expert: data", dims=ONE_DIMS, topology="v5e:2x4")  # fmt: skip
+    codes = [c for c in in_parts.collectives if c.dtype == "int8"]
+    # of each part the exchange and the return; those that have experts to compute meanwhile are hidden
+    assert [(c.bytes, c.hidden > 0) for c in codes] == [(tokens / 4, i) for i in (False, False, True, True)]
     cause = "tokens to the devices of their experts; a load that fills a buffer of 8 rows takes another round, 2 at"
     assert cause in exchanges[0].cause
     assert not any("expert" in c.dims.split() and c.op == "all-gather" for c in plan.collectives)
+
+
+def test_the_plan_chooses_the_number_of_parts():
+    """With the experts of DeepSeek-V3 on 64 chips: as many parts as their matmuls can hide, more where links are fast."""
+    wide = {"kernel": (7168, 256), "gate": (256, 7168, 2048), "up": (256, 7168, 2048), "down": (256, 2048, 7168)}
+    p, x = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "bfloat16"), (wide, (64, 3800, 7168)), is_leaf=_is_shape)
+    how = {"mesh": "data=64", "layout": "batch: data; expert: data", "dims": ONE_DIMS, "lowering": "shard_map"}
+    parts, exposed = {}, {}
+    for chip in ("v5p:4x4x4", "v6e:8x8"):
+        for overlap in (1, "auto"):
+            loss = functools.partial(squares, strategy="a2a", overlap=overlap)
+            plan = mp.plan(jax.value_and_grad(loss, (0, 1)), p, x, topology=chip, **how)
+            sent = [c for c in plan.collectives if c.dtype == "bfloat16" and c.op == "all-to-all"]
+            parts[chip, overlap] = len(sent) // 5
+            exposed[chip, overlap] = sum(c.seconds - c.hidden for c in sent)
+    assert parts == {("v5p:4x4x4", 1): 1, ("v5p:4x4x4", "auto"): 4, ("v6e:8x8", 1): 1, ("v6e:8x8", "auto"): 2}
+    assert exposed["v5p:4x4x4", "auto"] < 0.3 * exposed["v5p:4x4x4", 1]
+    assert exposed["v6e:8x8", "auto"] < exposed["v6e:8x8", 1]
+    assert plan.prove().proven  # buffers of two parts have more rows than one, so that the program is that of two parts
+
+
+def squares(p, x, **options):
+    return (layer(p, x, **options)[0] ** 2).sum()
+
+
+def _is_shape(x):
+    return isinstance(x, tuple) and isinstance(x[0], int)
 
 
 WIDE = {"kernel": normal(128, 4), "gate": normal(4, 128, M), "up": normal(4, 128, M), "down": normal(4, M, 128)}
@@ -350,7 +440,12 @@ def test_the_exchange_that_sends_least():
     ("changed", "says"),
     [
         ({"strategy": "sparse"}, "strategy must be one of a2a, ring, dense"),
-        ({"exchange": "xla"}, "exchange must be one of padded, pallas, pallas_tpu, pallas_gpu or None, got 'xla'"),
+        (
+            {"exchange": "xla"},
+            "exchange must be one of padded, float8, pallas, pallas_tpu, pallas_gpu or None, got 'xla'",
+        ),
+        ({"exchange": "float8", "embed": 200}, "a scale for each 128 elements of a token, which do not divide its 200"),
+        ({"overlap": 3}, "overlap must be one of 1, 2, 4, got 3"),
         ({"slack": 0.5}, "slack=0.5 must be at least 1"),
         ({"strategy": "dense", "expert_axes": [["data", "model"]]}, "cannot all-gather experts"),
     ],

@@ -11,7 +11,10 @@ from jax.extend.core.primitives import select_and_scatter_add_p
 from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec as P
 
+import meshpar as mp
+from meshpar._src.program.primitives import add_row_p
 from meshpar._src.verify.prove import prove_program
+from meshpar_kernels._choose import OUTLINE
 from meshpar_kernels.collective_matmul.dots import Dot
 from meshpar_kernels.collective_matmul.ring import dots_scatter, gather_dots
 
@@ -124,6 +127,16 @@ def broken_ring(x, w, steps=4, shift=0, twice=False):
     return total
 
 
+def rolled(x, n=1):
+    """The rows that are ``n`` before the device's own."""
+    rows = (np.arange(8).reshape(4, 2) - n) % 8
+    return gather(x).at[jnp.asarray(rows)[lax.axis_index("data")]].get(mode="clip", wrap_negative_indices=False)
+
+
+def add_row(total, row, index, where):
+    return add_row_p.bind(total, row, index, where, late=False)
+
+
 SLOTS = np.array([3, 15, 0, 9], np.int32)
 psum = functools.partial(lax.psum, axis_name="data")
 gather = functools.partial(lax.all_gather, axis_name="data", tiled=True)
@@ -197,6 +210,15 @@ CASES = {
         [(8, 4), (4, 8), (8, 4), (4, 8)], P(),
     ),
     "ring of a sum": (lambda x, w: x.T @ w, broken_ring, [P("data"), P()], P(), [(8, 3), (8, 5)], P("data")),
+    "a roll": (lambda x: jnp.concatenate([x[7:], x[:7]]), rolled, [P("data")], P("data"), [(8, 3)], P()),
+    "a roll by a block": (
+        lambda x: jnp.concatenate([x[6:], x[:6]]), lambda x: send(x, [*UP, (3, 0)]), [P("data")], P("data"), [(8, 3)], P(),
+    ),
+    "rows that are added": (
+        lambda total, row, x: add_row(total, row, jnp.argmax(x, 1), x[:, 0] < 9),
+        lambda total, row, x: add_row(total, row, jnp.argmax(x, 1), x[:, 0] < 9),
+        [P(None, "data"), P("data"), P("data")], P(None, "data"), [(3, 4, 2), (4, 2), (4, 3)], P("data"),
+    ),
     "scan": (scan_of, lambda x, w: scan_of(x, w, psum), [P(None, "data"), P("data")], P(), [(5, 8), (8, 6)], P("data")),
 }  # fmt: skip
 WRONG = {
@@ -235,6 +257,12 @@ WRONG = {
         lambda x, w: broken_ring(x, w, twice=True),
     ],
     "ring of a scatter": [lambda x, w, y, v: scattered(x, w, y, v * 2), lambda x, w, y, v: scattered(x, w, x, w)],
+    "a roll": [lambda x: rolled(x, 2), lambda x: rolled(x, -1)],
+    "a roll by a block": [lambda x: send(x, DOWN), lambda x: send(x, UP)],
+    "rows that are added": [
+        lambda total, row, x: add_row(total, row, jnp.argmax(x, 1), x[:, 0] > 9),
+        lambda total, row, x: add_row(total, row, (jnp.argmax(x, 1) + 1) % 3, x[:, 0] < 9),
+    ],
     "slots of a cache": [
         lambda x, new: written_to(x, new, 1),
         lambda x, new: written_to(x, new, np.arange(4, dtype=np.int32)),
@@ -319,8 +347,75 @@ def slots_modulo(cache, new, slots):
     return cache.at[local].set(new, mode="drop", wrap_negative_indices=False)
 
 
+def slots_and(wrong):
+    """Rows at some slots, and at those at which `wrong(slots, device)` is true also at the first row of the device's block."""
+
+    def local(cache, new, slots):
+        at, mine = own(slots, cache.shape[0])
+        at = jnp.where(wrong(slots, lax.axis_index("data")), 0, jnp.where(mine, at, cache.shape[0]))
+        return cache.at[at].set(new, mode="drop", wrap_negative_indices=False)
+
+    write = lambda x, new, at: x.at[at].set(new, mode="drop", wrap_negative_indices=False)  # noqa: E731
+    return write, local, [P("data"), P(), P()], P("data")
+
+
+def one_of(x, value):
+    """The value on device 1 along `data`, 0 on the others."""
+    return jnp.where(lax.axis_index("data") == 1, value, jnp.zeros_like(x))
+
+
+def masked_by_other_slots(x, slots):
+    local, mine = own(jnp.broadcast_to(slots[:, None], (4, 4)), x.shape[0])
+    rows = x.at[jnp.where(mine, local, 0)].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    _, mine = own(jnp.broadcast_to(slots, (4, 4)), x.shape[0])
+    return psum(jnp.where(mine[..., None], rows, 0.0))
+
+
+def by_bits(x, other):
+    """The maximum of rows as one of integers, some of which are of other rows: `nan` or `sign`."""
+    every, low, largest = ("data", "model"), np.int32(0), np.iinfo(np.int32).max
+    flip = lambda n, m: jnp.where(m < low, n ^ np.int32(largest), n)  # noqa: E731
+    x, y = jnp.max(x, 0), jnp.max(lax.ppermute(x, every, SWAPPED), 0)
+    n, m = (lax.bitcast_convert_type(v, np.int32) for v in (x, y if other == "sign" else x))
+    image = jnp.where(x != (y if other == "nan" else x), np.int32(largest), flip(n, m))
+    n = lax.pmax(image, every)
+    return lax.bitcast_convert_type(flip(n, n), np.float32)
+
+
+def added_twice(x, w):
+    """A ring that adds the matmuls of the three other devices to one that device 0 has of all."""
+    me, blocks = lax.axis_index("data"), []
+    for k in range(4):
+        blocks.append(x.T @ lax.dynamic_slice_in_dim(w, (me + 4 - k) % 4 * x.shape[0], x.shape[0], 0))
+        x = send(x, [*UP, (3, 0)])
+    every = jnp.where(me == 0, psum(blocks[0]), 0.0)
+    n = every.shape[1]
+    return jnp.concatenate([blocks[0], every], 1)[:, n:] + (blocks[1] + blocks[2] + blocks[3])
+
+
+@mp.kernel_rule("rows cols -> rows cols")
+def times(x, by=2.0):
+    return x * by
+
+
+def local_times(x):
+    return x * 2.0
+
+
+local_times.__name__ = "kernel of times"
+
+
+def two_kernels(x):
+    if "data" in jax.sharding.get_abstract_mesh().manual_axes:
+        return jax.jit(local_times)(x) - jax.jit(local_times)(x)
+    with OUTLINE(True):
+        return times(x) - times(x, by=3.0)
+
+
 BYTES = jnp.full((8, 4), 60, jnp.int8)
 LARGE = np.array([3, 5005, 0, 9], np.int32)
+FAR = np.array([64, 2000, 200000, 10 - 2**31], np.int32)
+SIGNS = jnp.asarray(RNG.permutation(np.arange(-16, 16)).reshape(8, 4), jnp.float32)
 EDGES = {
     "a sum of partial maxima": (
         lambda x: jnp.max(x, 0),
@@ -380,6 +475,46 @@ EDGES = {
         lambda x, new, at: x.at[at].set(new, mode="drop", wrap_negative_indices=False), slots_modulo,
         [P("data"), P(), P()], P("data"), [(16, 3), (4, 3), LARGE],
     ),
+    "a multiple by a number of one device": (lambda x: x * 5.0, lambda x: x * one_of(x, 5.0), [P()], P(), [(8, 4)]),
+    "a quotient by a number of one device": (lambda x: x / 5.0, lambda x: x / one_of(x, 5.0), [P()], P(), [(8, 4)]),
+    "rows of a table by a mask of other slots": (
+        lambda x, at: x.at[jnp.broadcast_to(at[:, None], (4, 4))].get(mode="promise_in_bounds", wrap_negative_indices=False),
+        masked_by_other_slots, [P("data"), P()], P(), [(16, 3), SLOTS],
+    ),
+    "NaN of other extrema": (lambda x: jnp.max(x, 0), lambda x: by_bits(x, "nan"), [P(("data", "model"))], P(), [SIGNS]),
+    "signs of other extrema": (lambda x: jnp.max(x, 0), lambda x: by_bits(x, "sign"), [P(("data", "model"))], P(), [SIGNS]),
+    "slots that powers of 2 are": (*slots_and(lambda at, k: ((at & (at - 1)) == 0) & (at > 40)), [(16, 3), (4, 3), FAR]),
+    "slots at multiples of a device": (*slots_and(lambda at, k: (at == k * 1000) & (k > 0)), [(16, 3), (4, 3), FAR]),
+    "slots of a table": (
+        *slots_and(lambda at, k: at == jnp.asarray(np.array([200000, 300000] * 2, np.int32))[k]), [(16, 3), (4, 3), FAR],
+    ),
+    "slots that wrap": (*slots_and(lambda at, k: (at - 8) < (at - 20)), [(16, 3), (4, 3), FAR]),
+    "a gather of a diagonal": (
+        lambda x, y: (x[:, None] * y).reshape(16), lambda x, y: gather((x[:, None] * y).reshape(1)),
+        [P("data"), P("data")], P("data"), [(4,), (4,)],
+    ),
+    "a gather of columns of other rows": (
+        lambda x: jnp.broadcast_to(x[:, None], (8, 4)), lambda x: gather(x[:, None], axis=1), [P("data")], P("data"), [(8,)],
+    ),
+    "a sum over blocks and one over all": (
+        lambda x, w: x.T @ w, added_twice, [P("data"), P(None, "model")], P(None, "model"), [(8, 3), (8, 4)],
+    ),
+    "a clipped index": (
+        lambda x, at: lax.dynamic_slice_in_dim(x, at[0], 2, 0),
+        lambda x, at: lax.dynamic_slice_in_dim(x, jnp.minimum(at[0], 3), 2, 0),
+        [P(), P()], P(), [(8, 3), np.array([5], np.int32)],
+    ),
+    "an index that is clamped to fewer elements": (
+        lambda x, at: lax.dynamic_slice_in_dim(x, at[0], 2, 0),
+        lambda x, at: lax.dynamic_slice_in_dim(x, lax.clamp(0, at[0], 3), 2, 0),
+        [P(), P()], P(), [(8, 3), np.array([5], np.int32)],
+    ),
+    "a permutation by the names of axes in another order": (
+        lambda x: jnp.concatenate([x[7:], x[:7]]),
+        lambda x: lax.ppermute(x, ("model", "data"), [(k, (k + 1) % 8) for k in range(8)]),
+        [P(("model", "data"))], P(("model", "data")), [(8, 4)],
+    ),
+    "another kernel of the same name": (two_kernels, two_kernels, [P("data")], P("data"), [(8, 4)]),
     "-0.0 in a constant": (lambda x: x / jnp.zeros(4), lambda x: x / np.array([0.0, -0.0] * 2, np.float32), [P()], P(), [(4,)]),
 }  # fmt: skip
 """Programs that are wrong at an edge of a lemma: (function, local form, specs, shapes or arrays of the arguments)."""
@@ -432,7 +567,9 @@ def programs(name, out=None, local=None):
 
 
 def proof_of(written, sharded, args):
-    return prove_program(jax.make_jaxpr(written)(*args), jax.make_jaxpr(sharded)(*args))
+    proof = prove_program(jax.make_jaxpr(written)(*args), jax.make_jaxpr(sharded)(*args))
+    assert not proof.errors
+    return proof
 
 
 @pytest.mark.parametrize("name", CASES)

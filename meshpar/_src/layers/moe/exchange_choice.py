@@ -12,12 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from meshpar_kernels.dispatch.api import CODE_BLOCK
 from meshpar_kernels.dispatch.differentiable import KERNELS
 
 from .router_parts import refused
 
-EXCHANGES = ("padded", *KERNELS)
-"""Names of :attr:`Exchange.exchange`: all rows of the buffers are sent, or, by a kernel, only the rows in use."""
+EXCHANGES = ("padded", "float8", *KERNELS)
+"""Names of :attr:`Exchange.exchange`: all rows of the buffers are sent, or as codes of 8 bits, or, by a kernel, only the rows in
+use."""
+OVERLAPS = (1, 2, 4)
+"""Values of :attr:`Exchange.overlap`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,8 @@ class Exchange:
       distinct: the experts of a token are known to differ.
       exchange: one of :data:`EXCHANGES`; None: "padded".
       strategy: a key of :data:`STRATEGIES`; None: :func:`choose_exchange` chooses it.
+      overlap: number of parts of a device's tokens, each exchanged on its own. :func:`choose_exchange` sets its largest factor
+        that divides the tokens, and 1 if no token moves.
     """
 
     token_axes: Sequence[str]
@@ -55,13 +61,18 @@ class Exchange:
     distinct: bool = True
     exchange: str | None = None
     strategy: str | None = None
+    overlap: int = 1
 
     def __post_init__(self) -> None:
-        """Check ``exchange`` and ``slack``; a MeshparError names the one out of range."""
+        """Check ``exchange``, ``slack`` and ``overlap``; a MeshparError names the one out of range."""
         if self.exchange is not None and self.exchange not in EXCHANGES:
             raise refused(
                 f"exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}",
                 "leave exchange out for the default",
+            )
+        if self.overlap not in OVERLAPS:
+            raise refused(
+                f"overlap must be one of {', '.join(map(str, OVERLAPS))}, got {self.overlap!r}", 'overlap="auto"'
             )
         if self.slack < 1:
             raise refused(
@@ -101,6 +112,11 @@ class Exchange:
         over, rest = set(self.over), set(self.rest)
         return all(not over & set(axes[:i]) for axes in self.expert_axes for i, a in enumerate(axes) if a in rest)
 
+    @property
+    def part(self) -> int:
+        """Tokens of a part."""
+        return self.tokens // self.overlap
+
     def buffer(self, tokens: int, experts: int, share: float) -> tuple[int, int]:
         """(rows of a buffer, rows that any load can need) for some tokens of which each chooses among all experts, where the
         buffer receives the choices of ``experts`` experts, the fraction ``share`` of all."""
@@ -132,12 +148,10 @@ class Exchange:
 
     @property
     def rows_sent(self) -> int:
-        """Rows that "a2a" sends to each other device: a full buffer, or, by a kernel, the rows in use of a balanced load."""
+        """Rows of a part that "a2a" sends to each other device: a full buffer, or, by a kernel, the rows of a balanced load."""
         rows, _ = STRATEGIES["a2a"].buffer(self)
         return (
-            min(math.ceil(self.tokens * self.rate / (self.devices * self.parts)), rows)
-            if self.only_rows_in_use
-            else rows
+            min(math.ceil(self.part * self.rate / (self.devices * self.parts)), rows) if self.only_rows_in_use else rows
         )
 
 
@@ -162,12 +176,12 @@ def _all_experts(p: Exchange) -> tuple[int, int]:
 
 STRATEGIES: dict[str, Strategy] = {
     "a2a": Strategy(
-        lambda p: p.buffer(p.tokens, p.local_experts, 1 / (p.devices * p.parts)),
-        lambda p: p.rows_sent * p.embed,
+        lambda p: p.buffer(p.part, p.local_experts, 1 / (p.devices * p.parts)),
+        lambda p: p.overlap * p.rows_sent * p.embed,
         True,
     ),
     "ring": Strategy(
-        lambda p: p.buffer(p.tokens * p.devices, p.local_experts, 1 / (p.devices * p.parts)),
+        lambda p: p.buffer(p.part * p.devices, p.local_experts, 1 / (p.devices * p.parts)),
         lambda p: p.tokens * p.embed,
         True,
     ),
@@ -188,7 +202,8 @@ def choose_exchange(problem: Exchange) -> Exchange:
     first in :data:`STRATEGIES`).
 
     Raises:
-      MeshparError: an unknown strategy, or "dense" where the order of the mesh axes does not allow it.
+      MeshparError: an unknown strategy, or "dense" where the order of the mesh axes does not allow it; blocks of codes that do not
+        divide a token.
     """
     named, strategy = [name for name in STRATEGIES if name != "local"], problem.strategy
     if strategy is not None and strategy not in named:
@@ -206,4 +221,11 @@ def choose_exchange(problem: Exchange) -> Exchange:
     elif strategy is None:
         possible = [name for name in named if name != "dense" or problem.can_gather_experts]
         strategy = min(possible, key=lambda name: STRATEGIES[name].cost(problem))
-    return replace(problem, strategy=strategy)
+    moves = STRATEGIES[strategy].moves_tokens
+    if moves and problem.exchange == "float8" and problem.embed > CODE_BLOCK and problem.embed % CODE_BLOCK:
+        raise refused(
+            f'exchange="float8" has a scale for each {CODE_BLOCK} elements of a token, which do not divide its '
+            f"{problem.embed} elements",
+            f"a multiple of {CODE_BLOCK}, or leave exchange out",
+        )
+    return replace(problem, strategy=strategy, overlap=math.gcd(problem.overlap, problem.tokens) if moves else 1)

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul
+from meshpar_kernels.dispatch.api import CODE_BLOCK
 from meshpar_kernels.dispatch.differentiable import KERNELS
 from meshpar_kernels.grouped_matmul.activations import activate
 
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, ShardCounts
-from .exchange_choice import Exchange, choose_exchange
+from .exchange_choice import OVERLAPS, Exchange, choose_exchange
 
 
 def run_experts(
@@ -36,7 +37,7 @@ def run_experts(
       expert: int32 [*tokens, k]; E where there is no choice.
       weight: float32 [*tokens, k].
       matrices: gate and up [*E, H, M] (or up alone), down [*E, M, H]; x's dtype; *E is one dim, or two.
-      options: activation; rate, most_per_expert, slack, distinct and exchange and strategy of
+      options: activation; rate, most_per_expert, slack, distinct, exchange, strategy and overlap of
         :class:`Exchange`; implementation of the grouped matmuls.
 
     Returns:
@@ -71,7 +72,7 @@ def _op(token_dims: int, expert_dims: int, gated: bool) -> Callable[..., jax.Arr
     def moe_experts(*args, **options):
         return local(*args, axes={}, **options)
 
-    return kernel_rule(text, local=local, sends=sends, works=works)(moe_experts)
+    return kernel_rule(text, local=local, sends=sends, works=works, choices={"overlap": OVERLAPS})(moe_experts)
 
 
 def _exchange(
@@ -130,9 +131,10 @@ def _local(
     multiply = functools.partial(grouped_matmul, implementation=implementation)
     copies = implementation if implementation in KERNELS else None
     # sorted once, for all rounds; on a ring each device sorts the tokens that it receives
-    target = target if how["strategy"] == "ring" else RoutePlan.of(target, experts)
+    targets = _split(target, chosen.overlap)
+    targets = targets if how["strategy"] == "ring" else [RoutePlan.of(t, experts) for t in targets]
 
-    def one_round(first, target, x, weight, *matrices):
+    def one_part(first, target, x, weight, *matrices):
         """(the sum over one round of the tokens' contributions, the number of rows that a single round would need).
 
         The round processes the rows ``first``, ``first + 1``, … of each buffer.
@@ -149,16 +151,27 @@ def _local(
         y = multiply(h, down, d.group_sizes, row_scale=d.row_scale)
         return expert_combine(y, d, implementation=copies), d.most
 
+    def one_round(first, targets, x, weight, *matrices):
+        """``one_part`` of all parts: none waits for another, so that one is exchanged while experts compute another."""
+        parts = zip(targets, _split(x, chosen.overlap), _split(weight, chosen.overlap), strict=True)
+        sums, needed = zip(*(one_part(first, *part, *matrices) for part in parts), strict=True)
+        return (jnp.concatenate(sums), functools.reduce(jnp.maximum, needed)) if sums[1:] else (sums[0], needed[0])
+
     flat = x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]), *matrices
-    y, rows_needed = one_round(0, target, *flat)
+    y, rows_needed = one_round(0, targets, *flat)
     if chosen.rounds > 1:
         all_axes = tuple(dict.fromkeys(a for split in axes.values() for a in split))
         rows_needed = lax.pmax(rows_needed, all_axes) if all_axes else rows_needed
-        y = y + _further_rounds(lambda *args: one_round(*args)[0], chosen.rows)(rows_needed, target, *flat)
+        y = y + _further_rounds(lambda *args: one_round(*args)[0], chosen.rows)(rows_needed, targets, *flat)
     if chosen.rest:
         reduced: Any = _all_reduce(y, chosen.rest)
         y = reduced
     return y.reshape(x.shape)
+
+
+def _split(x: jax.Array, parts: int) -> list[jax.Array]:
+    """x in equal parts along its first dim."""
+    return jnp.split(x, parts) if parts > 1 else [x]
 
 
 def _gathered(matrix: jax.Array, expert_axes: Sequence[tuple[str, ...]], over: tuple[str, ...]) -> jax.Array:
@@ -266,38 +279,69 @@ def _sends(avals: Sequence[Any], parts: ShardCounts, *, token_dims: int, **optio
     """The collectives of :func:`_local`."""
     chosen = _exchange(avals, parts.axes, parts.sizes, token_dims, **options)
     x, expert, weight, *matrices = avals
-    embed, tokens, k = x.shape[-1], math.prod(x.shape[:-1]), expert.shape[-1]
+    embed, tokens, k, n = x.shape[-1], chosen.part, expert.shape[-1], chosen.overlap
     more = ""
     if chosen.rounds > 1:
         more = f"; a load that fills a buffer of {chosen.rows:,} rows takes another round, {chosen.rounds} at the very most"
-    out: list[KernelSend] = []
+    over, out = chosen.over, list[KernelSend]()
+    during = 0.0 if n == 1 else _flops(avals, parts, token_dims) / (2 * n - 2)  # of an exchange or return of a part
 
-    def send(op: str, shape: tuple[int, ...], dtype: Any, why: str, axes: tuple[str, ...] = chosen.over) -> None:
-        out.append(KernelSend(op, (), shape, dtype, why, axes=axes))
+    def send(op: str, shape: tuple[int, ...], dtype: Any, why: str, axes: tuple[str, ...] = over, **how: Any) -> None:
+        out.append(KernelSend(op, (), shape, dtype, why, axes=axes, **how))
 
-    if chosen.strategy == "a2a":
-        slots, moved = (chosen.devices * chosen.rows,), (chosen.devices * chosen.rows_sent, embed)
-        counts = (math.prod(matrices[0].shape[:-2]) * chosen.devices,)
-        if chosen.rows_sent < chosen.rows:
-            more = f", of a balanced load: only rows in use are sent{more}"
-        send("all-to-all", moved, x.dtype, f"tokens to the devices of their experts{more}")
-        send("all-to-all", counts, jnp.int32, "how many to which expert")
-        send("all-to-all", slots, weight.dtype, "their weights")
-        send("all-to-all", moved, x.dtype, f"results back to the tokens{more}")
-    elif chosen.strategy == "ring":
-        send("all-gather", (tokens, embed), x.dtype, f"all tokens to every device{more}")
-        send("all-gather", (tokens, k), jnp.int32, "their experts")
-        send("all-gather", (tokens, k), weight.dtype, "their weights")
-        send("reduce-scatter", (chosen.devices * tokens, embed), x.dtype, f"results back to the tokens{more}")
-    elif chosen.strategy == "dense":
+    def move(
+        op: str, shape: tuple[int, int], why: str, hidden: float, transpose: str | None = None, **how: Any
+    ) -> None:
+        """Rows of x's dtype, or codes and their scales; ``transpose``: of an op of codes."""
+        part_of = "" if n == 1 else f", part {part + 1} of {n}"
+        why = f"{why}{part_of}{', while experts compute another part' * (hidden > 0)}"
+        if options.get("exchange") != "float8":
+            send(op, shape, x.dtype, f"{why}{more}", hidden=hidden, **how)
+            return
+        scales = (shape[0] * -(-embed // CODE_BLOCK),)
+        send(op, shape, jnp.int8, f"{why}, as codes of 8 bits{more}", hidden=hidden, transpose=transpose or op, **how)
+        send(op, scales, jnp.float32, "the scales of the codes", transpose=transpose, **how)
+
+    for part in range(n if chosen.way.moves_tokens else 0):
+        # the exchange of the first part and the return of the last one have nothing to compute meanwhile
+        into, back = during * (part > 0), during * (part < n - 1)
+        if chosen.strategy == "a2a":
+            moved = chosen.devices * chosen.rows_sent, embed
+            counts = (math.prod(matrices[0].shape[:-2]) * chosen.devices,)
+            used = ", of a balanced load: only rows in use are sent" if chosen.rows_sent < chosen.rows else ""
+            move("all-to-all", moved, f"tokens to the devices of their experts{used}", into)
+            send("all-to-all", counts, jnp.int32, "how many to which expert")
+            send("all-to-all", (chosen.devices * chosen.rows,), weight.dtype, "their weights")
+            move("all-to-all", moved, f"results back to the tokens{used}", back, recomputed=False)
+        else:
+            move("all-gather", (tokens, embed), "all tokens to every device", into, "all-to-all")
+            send("all-gather", (tokens, k), jnp.int32, "their experts")
+            send("all-gather", (tokens, k), weight.dtype, "their weights")
+            result, why = (chosen.devices * tokens, embed), "results back to the tokens"
+            if options.get("exchange") == "float8":
+                move("all-to-all", result, why, back, "all-gather", recomputed=False)
+            else:
+                move("reduce-scatter", result, why, back, recomputed=False)
+    out.sort(key=lambda s: s.hidden > 0)  # the hidden ones last, next to the kernel in a timeline
+    if chosen.strategy == "dense":
         for m in matrices:
             send("all-gather", m.shape, m.dtype, "the experts' weights, since they are smaller than the tokens")
     if chosen.rounds > 1:
         all_axes = tuple(dict.fromkeys(a for split in parts.axes.values() for a in split))
         send("all-reduce", (), jnp.int32, "whether another round is needed", all_axes)
     if chosen.rest:
-        send("all-reduce", x.shape, x.dtype, "results of the devices that have other experts", chosen.rest)
+        why = "results of the devices that have other experts"
+        send("all-reduce", x.shape, x.dtype, why, chosen.rest, recomputed=False, transpose="")
     return out
+
+
+def _flops(avals: Sequence[Any], parts: ShardCounts, token_dims: int) -> float:
+    """FLOPs of each token's matmuls with its k experts, divided among the devices."""
+    _, expert, _, *matrices = avals
+    token_axes = {a for i in range(token_dims) for a in parts.axes.get(f"t{i}", ())}
+    expert_axes = {a for i in range(matrices[0].ndim - 2) for a in parts.axes.get(f"e{i}", ())} - token_axes
+    matmul_flops = 2 * math.prod(expert.shape) * sum(math.prod(m.shape[-2:]) for m in matrices)
+    return matmul_flops / math.prod(parts.sizes[a] for a in expert_axes)
 
 
 def _works(
@@ -305,21 +349,16 @@ def _works(
 ) -> KernelWork:
     """FLOPs and temporary bytes of :func:`_local`, forward and backward.
 
-    FLOPs: of each token's matmuls with its k experts, divided among the devices.
-
     Bytes, forward: the rows received, the result of each inward matrix (fused: of all together), and the rows returned. Backward:
     first the operands and the gradient of the last matrix, next to the inward results; then the gradients of the inward matrices.
     With further rounds, all matrices and their gradients are live until the end, and gradients accumulate in float32.
     """
     chosen = _exchange(avals, parts.axes, parts.sizes, token_dims, **options)
-    x, expert, _, *matrices = avals
-    token_axes = {a for i in range(token_dims) for a in parts.axes.get(f"t{i}", ())}
-    expert_axes = {a for i in range(matrices[0].ndim - 2) for a in parts.axes.get(f"e{i}", ())} - token_axes
-    matmul_flops = 2 * math.prod(expert.shape) * sum(math.prod(m.shape[-2:]) for m in matrices)
-    flops = matmul_flops / math.prod(parts.sizes[a] for a in expert_axes)
+    x, _, _, *matrices = avals
+    flops = _flops(avals, parts, token_dims)
     dense = chosen.strategy == "dense"  # the gathered matrices are live as well as the device's own
     *inward, down = (math.prod(m.shape) * m.dtype.itemsize * (chosen.devices if dense else 1) for m in matrices)
-    rows = chosen.rows * (chosen.devices if chosen.strategy == "a2a" else 1)
+    rows = chosen.overlap * chosen.rows * (chosen.devices if chosen.strategy == "a2a" else 1)
     row, hidden = (n * rows * x.dtype.itemsize for n in (x.shape[-1], matrices[0].shape[-1]))
     n, more = len(inward), 0
     if dense:

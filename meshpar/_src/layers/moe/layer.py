@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ class MoEAux(NamedTuple):
 
 @dataclass(frozen=True)
 class MoEExecution:
-    """How :func:`moe` runs on devices. No result depends on it.
+    """How :func:`moe` runs on devices. No result depends on it, except for the rounding of "float8".
 
     Attributes:
       strategy: "a2a", "ring", "dense", or None for the one that sends the fewest bytes
@@ -51,7 +51,13 @@ class MoEExecution:
         "pallas_gpu", kernels also route (with "top_k", "switch" and "deepseek_v3"), copy rows and sum them.
       exchange: how "a2a" sends rows, as in ``meshpar_kernels.expert_dispatch``: None and "padded": full buffers, by XLA; "pallas",
         "pallas_tpu", "pallas_gpu": only the rows in use, by a kernel (H must be a multiple of 128), which is opt-in because it
-        was not measured on an accelerator.
+        was not measured on an accelerator. "float8", also for "ring": rows, and in the backward pass their cotangents, as
+        float8_e4m3fn with a float32 scale for each 128 elements, as DeepSeek-V3 (2024, section 3.3) sends tokens; gradients are
+        straight-through.
+      overlap: 1, 2 or 4: the tokens of a device are exchanged in so many parts (or a factor of it that divides them), so that one
+        part can be exchanged while the experts compute another. Each part has its own buffers of ``slack`` times its balanced load;
+        capacity and drops are the router's, over all tokens. "auto": the plan chooses the number, for the forward and the backward
+        pass, by the seconds in which nothing is computed; 1 where the chip is not known.
 
     Example:
       >>> ring = mp.layers.MoEExecution(strategy="ring", slack=1.5)
@@ -62,6 +68,7 @@ class MoEExecution:
     slack: float = 1.25
     implementation: str | None = None
     exchange: str | None = None
+    overlap: int | Literal["auto"] = 1
 
 
 @default_promotion()

@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ...compat.jax import aval_of, jaxprs_in
+from ...compat.jax import aval_of, jaxprs_in, on_platform
 from .lemmas import LOCAL_FORM
 from .relation import Spec
 
@@ -37,12 +37,16 @@ class Claims:
         iterations is not known counts once.
       arguments, results: their paths and the axes of their dims.
       sizes: of the mesh axes.
+      axes: axis of the mesh of the program → axis of the plan's mesh, of which it is a factor.
+      platform: on which the program runs: ``tpu``, ``cuda`` or ``cpu``.
     """
 
     sends: Mapping[tuple[str, frozenset[str]], float]
     arguments: Sequence[tuple[str, Spec]]
     results: Sequence[tuple[str, Spec]]
     sizes: Mapping[str, int]
+    axes: Mapping[str, str]
+    platform: str
 
 
 def equations(jaxpr: Jaxpr, times: int = 1, kernel: bool = False) -> Iterator[tuple[JaxprEqn, int]]:
@@ -56,19 +60,19 @@ def equations(jaxpr: Jaxpr, times: int = 1, kernel: bool = False) -> Iterator[tu
 
 
 def differences(
-    claims: Claims, program: Jaxpr, specs: Iterable[tuple[str, Spec, Collection[Spec]]]
+    claims: Claims, program: ClosedJaxpr, specs: Iterable[tuple[str, Spec, Collection[Spec]]]
 ) -> list[tuple[str, str]]:
     """(what, how it differs) of the claims that do not hold.
 
     Args:
-      program: without dead code.
       specs: (an argument or result, its spec by the plan, its specs in the program: none if the program has no such array).
     """
-    maps = [eqn for eqn, _ in equations(program) if eqn.primitive.name == "shard_map"]
+    maps = [
+        eqn for eqn, _ in equations(on_platform(program, claims.platform).jaxpr) if eqn.primitive.name == "shard_map"
+    ]
     if not maps:
         return [("shard_map", "a program without a shard_map")]
     sizes = {str(a): int(n) for a, n in dict(maps[0].params["mesh"].shape).items()}
-    coarse = {a: a if a in claims.sizes else a.rstrip("'").rsplit(".", 1)[0].rstrip("'") for a in sizes}
     out = []
     sent: dict[frozenset[str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for eqn, times in equations(maps[0].params["jaxpr"]):
@@ -76,7 +80,7 @@ def differences(
         names: Any = p.get("axes", p.get("axis_name"))
         axes = [a for a in (names if isinstance(names, tuple) else (names,)) if sizes.get(a, 1) > 1]
         if kind and axes:
-            sent[frozenset(coarse[a] for a in axes)][kind] += times * _bytes(
+            sent[frozenset(claims.axes[a] for a in axes)][kind] += times * _bytes(
                 eqn, kind, math.prod(sizes[a] for a in axes)
             )
     claimed: dict[frozenset[str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -93,7 +97,7 @@ def differences(
                 what = f"{kind or 'collectives'} over {', '.join(sorted(axes))}"
                 out.append((what, f"sends {have[kind]:,.0f} bytes; the plan says {want[kind]:,.0f}"))
     for what, wanted, found in specs:
-        have = {tuple(tuple(dict.fromkeys(coarse[a] for a in axes)) for axes in spec) for spec in found}
+        have = {tuple(tuple(dict.fromkeys(claims.axes[a] for a in axes)) for axes in spec) for spec in found}
         want = tuple(tuple(a for a in axes if claims.sizes[a] > 1) for axes in wanted)
         if have and want not in have:
             out.append((what, f"is sharded over {have.pop()}; the plan says {want}"))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .relation import Context, Rel, Unverified, require
-from .term import Term, is_zero, number_of
+from .term import Term, constant, is_zero, number_of
 
 MAX_VALUES = 1 << 25
 """Evaluated elements; a larger table is not verified."""
@@ -74,13 +74,6 @@ def leaves(*terms: Term) -> list[Term]:
     ]
 
 
-def constant(term: Term) -> np.ndarray:
-    """The elements of a term ``array``."""
-    params: Any = term.params
-    shape, data = params
-    return np.frombuffer(data, term.dtype).reshape(shape)
-
-
 def evaluate(
     ctx: Context, axes: Sequence[str], terms: Sequence[Term], leaf: Term | None = None, values: Any = (0,)
 ) -> list[np.ndarray]:
@@ -119,11 +112,17 @@ def axes_of(ctx: Context, term: Term) -> tuple[str, ...]:
     return tuple(a for a in ctx.sizes if a in term.axes)
 
 
+def orders(axes: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Some of the axes, in any order."""
+    axes = tuple(axes)
+    return itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1))
+
+
 def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) -> tuple[tuple[str, ...], int] | None:
     """(some of the axes, base) so that the offset of each device is ``base`` plus ``step`` times its index along the axes; None if
     there are none."""
     at, base = ctx.coordinates(axes), int(offsets.min())
-    for order in itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1)):
+    for order in orders(axes):
         if (offsets == base + step * ctx.linear(order, at)).all():
             return order, base
     return None
@@ -142,17 +141,20 @@ def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:
 
 
 def global_iota(ctx: Context, rel: Rel, _: Sequence[Rel]) -> Rel | None:
-    """iota(n) + n k, on the device k, is its block of iota(n K)."""
-    dims, found = [d for d, n in enumerate(rel.term.shape) if n != 1], leaves(rel.term)
-    if len(dims) != 1 or len(found) != 1 or found[0].op != "iota" or rel.spec[dims[0]] or rel.term.dtype == "bool":
+    """iota(n) + n k, on the device k, is its block of iota(n K); one element is, if the function as written has this iota."""
+    one, found = rel.shape == (1,), leaves(rel.term)
+    dims = [0] if one else [d for d, n in enumerate(rel.term.shape) if n != 1]
+    if len(dims) != 1 or [t.op for t in found] != ["iota"] * (not one) or rel.spec[dims[0]] or rel.term.dtype == "bool":
         return None
     (d,), n, axes = dims, rel.shape[dims[0]], axes_of(ctx, rel.term)
-    (values,) = evaluate(ctx, axes, [rel.term], found[0], np.arange(n))
+    (values,) = evaluate(ctx, axes, [rel.term], *found, values=np.arange(n))
     order, base = order_of(ctx, axes, values[:, 0], n) or ((), -1)
     if base or not (values == values[:, :1] + np.arange(n)).all():
         return None
     shape = tuple(n * ctx.size(order) if k == d else 1 for k in range(len(rel.shape)))
     term = ctx.terms.make("iota", None, (), shape, rel.term.dtype)
+    if one and not ctx.terms.is_known(term):
+        return None
     return replace(rel, term=term, spec=tuple(order if k == d else () for k in range(len(shape))))
 
 
@@ -218,7 +220,8 @@ def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
     own: Any = block.params
     axes, n, params, batch = own
     table, local = block.args
-    if mask.axes != set(axes) or any(m != 1 and k not in batch for k, m in enumerate(mask.shape)):
+    shape = tuple(m for k, m in enumerate(mask.shape) if k in batch)
+    if mask.axes != set(axes) or shape != local.shape[:-1] or math.prod(shape) != math.prod(mask.shape):
         return None
 
     def made(index: Term, _: str) -> Term:
@@ -244,30 +247,47 @@ def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, 
     return None
 
 
-def _extends(term: Term, index: Term) -> bool:
-    """Whether an op of an index does beyond a limit as it does at the limit: no multiple, remainder or narrow integer."""
-    own: Any = term.params
-    other = term.op in ("mul", "div", "rem") or (term.op == "scale" and abs(own) != 1)
-    narrow = (
-        term.op == "convert" and term.dtype != "bool" and np.dtype(term.dtype).itemsize < np.dtype(index.dtype).itemsize
-    )
-    return not (other or narrow) or all(t is not index for t in subterms(term))
+def _breaks(ctx: Context, axes: Sequence[str], terms: Sequence[Term], index: Term) -> int | None:
+    """A bound of the values of an index at which terms of it change their form; None if there is none that is known.
+
+    Terms that add numbers to the index, compare, choose and clamp are piecewise linear in it, of slope -1, 0 or 1. The first
+    and the last piece begin within the sum of the numbers, which depend on the device at most.
+    """
+    bound = 0
+    for t in subterms(*terms):
+        if t is index or not any(s is index for s in subterms(t)):
+            continue
+        own: Any = t.params
+        numbers = [a for a in t.args if not any(s is index for s in subterms(a))]
+        many = t.op in ("add", "sub") and len(t.args) - len(numbers) > 1
+        bits = t.op in ("and", "or") and t.dtype != "bool"
+        narrow = t.op == "convert" and t.dtype != "bool" and np.dtype(t.dtype).itemsize < np.dtype(index.dtype).itemsize
+        if t.op in ("mul", "div", "rem") or (t.op == "scale" and abs(own) != 1) or many or bits or narrow:
+            return None
+        bound += sum(int(np.abs(v.astype(np.int64)).max()) for v in evaluate(ctx, axes, numbers))
+    return bound
 
 
 def _each_once(ctx: Context, rows: Rows, mode: str, index: Term) -> bool:
-    """The law of :func:`owned`, for all values of the index: those within the sum of all numbers in the terms, beyond which no
-    comparison changes, and the extremes of int32."""
+    """The law of :func:`owned`, for all values of the index: those within the last number at which the terms change their form,
+    and as many at the ends of its dtype, at which they wrap.
+
+    For each value, by ``mode``, a row of the full array is accessed, or none. If there is one, the device that has it accesses
+    this row of its block; no other device accesses any.
+    """
     n, total = rows.n, rows.n * ctx.size(rows.axes)
     terms = [rows.local] if rows.mask is None else [rows.local, rows.mask]
-    limit, ends = total + sum(abs(int(number_of(t) or 0)) for t in subterms(*terms)), np.iinfo(np.int32)
-    if limit > MAX_VALUES or not all(_extends(t, index) for t in subterms(*terms)):
-        return False
-    values = np.concatenate([[ends.min, ends.min + 1], np.arange(-limit, limit + 1), [ends.max]]).astype(index.dtype)
     try:
+        bound = _breaks(ctx, rows.axes, terms, index)
+        if bound is None or (bound := bound + total) > MAX_VALUES:
+            return False
+        ends = np.iinfo(index.dtype)
+        near = [np.arange(-bound, bound + 1), ends.min + np.arange(bound), ends.max - np.arange(bound)]
+        values = np.concatenate([part.astype(index.dtype) for part in near])
         row, *masks = evaluate(ctx, rows.axes, terms, index, values)
     except Unverified:
         return False
-    wanted = np.broadcast_to(values.astype(np.int64), row.shape)
+    row, wanted = row.astype(np.int64), np.broadcast_to(values.astype(np.int64), row.shape)
     first = n * np.asarray(ctx.linear(rows.axes, ctx.coordinates(rows.axes)))[:, None]
     inside = (wanted >= 0) & (wanted < total)
     defined = inside if "PROMISE" in mode else np.ones_like(inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -81,8 +82,11 @@ def act(
         spec = tuple(dims[label][1] if label in dims else () for label in names)
         key = params if k == 0 else (params, k)
         value = term or ctx.terms.make(name, key, (r.term for r in rels), sizes, aval.dtype, commutes)
-        over = (frozenset(), "sum") if partial is None else (partial.partial, partial.kind)
-        results.append(Rel(value, tuple(aval.shape), spec, *over))
+        result = Rel(value, tuple(aval.shape), spec)
+        if partial is not None:
+            own = partial.source if partial.kind.endswith("*") else result.source
+            result = replace(result, partial=partial.partial, kind=partial.kind, source=own)
+        results.append(result)
     return results
 
 
@@ -97,7 +101,7 @@ def partial_of(rels: Sequence[Rel], op: str, kind: str = "") -> Rel | None:
     monotone, in its operands together; None if there is none.
 
     All partial operands are partial by one reduction over the same axes. The others are 0 in a sum; in another reduction they are
-    equal on all devices along its axes.
+    equal on all devices along its axes. Functions of partial values (``*``) are of the same values.
 
     Args:
       kind: the reduction by which they may be partial; "": by any.
@@ -107,6 +111,7 @@ def partial_of(rels: Sequence[Rel], op: str, kind: str = "") -> Rel | None:
         assert some is not None
         if r.partial:
             fits = (r.partial, r.kind) == (some.partial, some.kind) and kind in ("", r.kind)
+            fits &= r.source == some.source or not r.kind.endswith("*")
         else:
             fits = some.kind != "sum" and not r.varying & some.partial
         if not fits and not (some.kind == "sum" and is_zero(r.term)):

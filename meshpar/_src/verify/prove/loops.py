@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .device_values import orders
 from .fragments import has_fragments
 from .relation import Cause, Context, Known, Rel, Unverified, require
 from .term import Term, is_zero
@@ -119,6 +120,18 @@ def starts_as(init: Rel, guess: Rel) -> bool:
     return spec and not init.partial and (idempotent or (guess.kind == "sum" and is_zero(init.term)))
 
 
+def placed_by_size(ctx: Context, r: Rel, carry: Term) -> Rel | None:
+    """An initial value, sharded by the sizes of the carry where it is constant; None if these allow several shardings."""
+    specs = {}
+    for d, (n, size, total) in enumerate(zip(r.shape, r.term.shape, carry.shape, strict=True)):
+        if size == 1 != total:
+            found = [a for a in orders(ctx.sizes) if n * ctx.size(a) == total and all(ctx.sizes[x] > 1 for x in a)]
+            if len(found) != 1:
+                return None
+            (specs[d],) = found
+    return r.placed(specs)
+
+
 def invariants(
     ctx: Context,
     loop: Loop,
@@ -159,8 +172,8 @@ def invariants(
     guesses = list(inits)
     for k, r in enumerate(inits):
         if isinstance(r, Rel):
-            constant = any(n == 1 != m for n, m in zip(r.term.shape, loop.carries[places[k]].shape, strict=True))
-            guesses[k] = r if constant else hypothesis(r, k)
+            sharded = placed_by_size(ctx, r, loop.carries[places[k]])
+            guesses[k] = r if sharded is None else hypothesis(sharded, k)
     for _ in range(MAX_ROUNDS):
         nexts, others = body(loop, guesses, False)
         before = list(guesses)

@@ -11,6 +11,7 @@ Example: a device's rows ``x[2 * k : 2 * k + 2]`` of an ``x`` with 8 rows, on a 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ...compat.jax import aval_of
-from .term import Term, Terms
+from .term import Term, Terms, number_of
 
 Spec = tuple[tuple[str, ...], ...]
 
@@ -50,6 +51,8 @@ class Rel:
         a group has the value, and the others -0.0. With ``*``: an elementwise function of such a value.
       origin: of a matmul over one dim that is sharded, which is partial over its axes: (these axes, the origin of its sums in
         :class:`fragments.Fragments`).
+      source: of a partial value: values with one source and one term are equal on each device. Others may only be equal after
+        the reduction.
     """
 
     term: Term
@@ -58,11 +61,13 @@ class Rel:
     partial: frozenset[str] = frozenset()
     kind: str = "sum"
     origin: tuple[tuple[str, ...], Any] | None = field(default=None, compare=False)
+    source: int = field(default_factory=itertools.count().__next__, compare=False)
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.spec) == len(self.term.shape), (self.term, self.shape, self.spec)
         both = self.partial & (self.sharded | self.term.axes)
         require(not both, f"a value that is partial over {', '.join(sorted(both))}, and differs along it")
+        require(all(len(set(axes)) == len(axes) for axes in self.spec), "a dim that is sharded twice over an axis")
 
     @property
     def sharded(self) -> frozenset[str]:
@@ -73,6 +78,11 @@ class Rel:
     def varying(self) -> frozenset[str]:
         """The axes along which devices may have different values."""
         return self.sharded | self.partial | self.term.axes
+
+    @property
+    def number(self) -> float | int | bool | None:
+        """The number that all elements are on all devices; None if there is none."""
+        return None if self.partial else number_of(self.term)
 
     def resized(self, d: int, n: int) -> tuple[int, ...]:
         """The shape, with ``n`` elements along a dim."""
@@ -97,15 +107,18 @@ class Cause:
       line: its source line.
       reason: what has no lemma, or does not fit together.
       refused: the relations contradict each other.
+      error: the reason is an exception in the lemma, which is a defect of the checker.
     """
 
     op: str
     line: str
     reason: str
     refused: bool = False
+    error: bool = False
 
     def __str__(self) -> str:
-        return f"{self.op} ({self.line}): {self.reason}"
+        what = f"internal error in the lemma of {self.op}" if self.error else self.op
+        return f"{what} ({self.line}): {self.reason}"
 
 
 Known = Rel | Cause
@@ -125,7 +138,7 @@ class Context:
       terms: the terms of the proof.
       sizes: axis → size, of the mesh axes that a program is in the ``shard_map`` of.
       loops: the loops of the function as it was written, by their kind and length.
-      kernels: (name, numbers of the operands) → a kernel of the function as it was written.
+      kernels: (name, numbers of the operands) → id of a kernel → its equation in the function as it was written.
       images: number of a term → the kind with which it is reduced as the value that it is an image of (:mod:`lemmas.bits`).
       written: the equations belong to the function as it was written.
     """
@@ -133,7 +146,7 @@ class Context:
     terms: Terms
     sizes: Mapping[str, int] = field(default_factory=dict)
     loops: dict[Any, list[Any]] = field(default_factory=dict)
-    kernels: dict[Any, JaxprEqn] = field(default_factory=dict)
+    kernels: dict[Any, dict[int, JaxprEqn]] = field(default_factory=dict)
     images: dict[int, str] = field(default_factory=dict)
     written: bool = True
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
-
-import jax
+from typing import Literal
 
 from .relation import Cause
 
@@ -66,26 +64,10 @@ class Proof:
     claims: int | None = None
     planned: Proof | None = None
 
-    @staticmethod
-    def of(fn: Callable[..., Any], program: Callable[..., Any], *args: Any) -> Proof:
-        """The proof that a program with a ``jax.shard_map`` of your own computes what a function does.
-
-        Args:
-          fn: the function, of global arrays.
-          program: of the same arguments; its ``shard_map`` is what every device runs.
-          *args: arrays or ``jax.ShapeDtypeStruct``.
-
-        Example:
-          >>> import jax, meshpar as mp
-          >>> from jax.sharding import PartitionSpec as P
-          >>> local = lambda x: jax.lax.psum(x.sum(), "data")
-          >>> own = jax.shard_map(local, mesh=mp.mesh("data=8"), in_specs=P("data"), out_specs=P())
-          >>> mp.types.Proof.of(lambda x: x.sum(), own, jax.ShapeDtypeStruct((64,), "float32")).status
-          'proven'
-        """
-        from . import prove_program  # the package, whose result this class is
-
-        return prove_program(jax.make_jaxpr(fn)(*args), jax.make_jaxpr(program)(*args))
+    @property
+    def errors(self) -> tuple[Cause, ...]:
+        """The causes that are exceptions in lemmas: defects of the checker, and no proof."""
+        return tuple(c for c in self.failed if c.error)
 
     @property
     def proven(self) -> bool:
@@ -133,7 +115,9 @@ class Proof:
                 else f"{self.claims} claims of the plan hold"
             )
             lines.append(f"  {text}: collectives, shardings of arguments and results")
-        lines += [f"  not proven: {c}" + f", {n} times" * (n > 1) for c, n in list(self.failed.items())[:MAX_CAUSES]]
+        lines += [f"  {c}" for c in self.errors]
+        causes = [(c, n) for c, n in self.failed.items() if not c.error]
+        lines += [f"  not proven: {c}" + f", {n} times" * (n > 1) for c, n in causes[:MAX_CAUSES]]
         if self.planned is not None:
             proven = sum(r.status == "proven" for r in self.planned.results)
             lines.append(f"  of the program after meshpar's rewrites: {proven} of {len(self.results)} results")

@@ -115,6 +115,8 @@ class Terms:
             x = x.args[0]
         if shape == x.shape:
             return x
+        if x.op == "array":
+            return self.array(constant(x).reshape(shape))
         if x.op == "literal" or (x.op == "iota" and math.prod(shape) in shape):
             return self.make(x.op, x.params, x.args, shape, x.dtype)
         return self.make("reshape", None, (x,), shape, x.dtype)
@@ -131,6 +133,29 @@ class Terms:
             return self.reshape(x, shape)
         return self.make("transpose", order, (x,), shape, x.dtype)
 
+    def take(self, x: Term, dim: int, table: Sequence[int]) -> Term:
+        """The elements of a table along a dim. One that is an arithmetic progression is a ``slice``; the others are ``take``."""
+        table = np.asarray(table, np.int64)
+        inner: Any = x.params
+        if x.op in ("slice", "take") and inner[0] == dim:
+            x, table = x.args[0], table_of(x)[table]
+        n, steps = len(table), np.unique(np.diff(table))
+        if n == x.shape[dim] and (table == np.arange(n)).all():
+            return x
+        shape = (*x.shape[:dim], n, *x.shape[dim + 1 :])
+        if n and len(steps) < 2 and (steps > 0).all():
+            return self.make("slice", (dim, int(table[0]), int(steps[0]) if n > 1 else 1), (x,), shape, x.dtype)
+        return self.make("take", (dim, table.tobytes()), (x,), shape, x.dtype)
+
+    def concatenate_slices(self, terms: Sequence[Term], dim: int) -> Term | None:
+        """The elements of slices of one array along a dim, one slice after the other; None: they are of several arrays."""
+        own: list[Any] = [t.params for t in terms]
+        bases = {t.args[0] if t.op in ("slice", "take") and p[0] == dim else t for t, p in zip(terms, own, strict=True)}
+        if len(bases) > 1 or all(t in bases for t in terms):
+            return None
+        (x,) = bases
+        return self.take(x, dim, np.concatenate([np.arange(x.shape[dim]) if t is x else table_of(t) for t in terms]))
+
     def scale(self, x: Term, by: Fraction) -> Term:
         """A number times ``x``, exact in the reals."""
         if x.op == "scale":
@@ -138,7 +163,9 @@ class Terms:
             return self.scale(x.args[0], inner * by)
         number = number_of(x)
         if number is not None and is_float(x.dtype) and math.isfinite(number):
-            return self.literal(float(Fraction(number) * by), x.dtype, len(x.shape))
+            value = Fraction(number) * by
+            if abs(value) < 1 << 1023:
+                return self.literal(float(value), x.dtype, len(x.shape))
         return x if by == 1 or number == 0 else self.make("scale", by, (x,), x.shape, x.dtype)
 
     def add(self, x: Term, y: Term) -> Term:
@@ -164,6 +191,21 @@ class Terms:
         if number is not None and (is_float(dtype) or (dtype.startswith("int") and not is_float(x.dtype))):
             return self.literal(number, dtype, len(x.shape))
         return self.make("convert", None, (x,), x.shape, dtype)
+
+
+def constant(term: Term) -> np.ndarray:
+    """The elements of a term ``array``."""
+    params: Any = term.params
+    shape, data = params
+    return np.frombuffer(data, term.dtype).reshape(shape)
+
+
+def table_of(term: Term) -> np.ndarray:
+    """The elements that a ``slice`` or a ``take`` has of its operand along its dim."""
+    own: Any = term.params
+    if term.op == "take":
+        return np.frombuffer(own[1], np.int64)
+    return own[1] + own[2] * np.arange(term.shape[own[0]])
 
 
 def is_float(dtype: Any) -> bool:
@@ -194,10 +236,11 @@ def frozen(value: Any) -> Any:
         return tuple(map(frozen, value))
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray):
-        return value.shape, str(value.dtype), value.tobytes()
+    if hasattr(value, "__array__"):
+        x = np.asarray(value)
+        return x.shape, str(x.dtype), x.tobytes()
     try:
         hash(value)
     except TypeError:
-        return repr(value)
+        return "object", id(value)
     return value

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
@@ -60,11 +61,14 @@ class Walk:
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Known]) -> list[Known]:
         """The relations of the results of a jaxpr, from the relations of its arguments."""
-        terms, replicated = self.ctx.terms, self.ctx.replicated
-        known = [replicated(terms.array(c), getattr(c, "shape", ())) for c in consts]
-        return interpret(
-            jaxpr, known, args, self.equation, lambda x: replicated(terms.literal(x.val, aval_of(x).dtype), ())
-        )
+        known = [self.constant(c) for c in consts]
+        return interpret(jaxpr, known, args, self.equation, lambda x: self.constant(x.val, aval_of(x).dtype))
+
+    def constant(self, value: Any, dtype: Any = None) -> Rel:
+        """The relation of a constant, which all devices have."""
+        x = np.asarray(value)
+        term = self.ctx.terms.array(x) if x.shape else self.ctx.terms.literal(x, dtype or x.dtype)
+        return self.ctx.replicated(term, x.shape)
 
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
@@ -81,29 +85,29 @@ class Walk:
                 return [unknown] * len(eqn.outvars)
             if fn is None:
                 raise Unverified("no lemma")
-            keep, fragments = name == "bitcast_convert_type", any(has_fragments(r) for r in rels if isinstance(r, Rel))
+            moves = name == "bitcast_convert_type" or (len(rels) == 1 and family_of(fn) == "shape")  # also -0.0
+            fragments = any(has_fragments(r) for r in rels if isinstance(r, Rel))
             require(
                 not fragments or name in OF_FRAGMENTS or fn.__module__.endswith("elementwise"), "no lemma for fragments"
             )
-            out = fn(self.ctx, eqn, [r if keep else as_sum(r) for r in rels if isinstance(r, Rel)])
+            out = fn(self.ctx, eqn, [r if moves else as_sum(r) for r in rels if isinstance(r, Rel)])
             for r, var in zip(out, eqn.outvars, strict=True):
-                assert r.shape == tuple(aval_of(var).shape), (name, r, aval_of(var))
-                for n, size, axes in zip(r.shape, r.term.shape, r.spec, strict=True):
-                    assert size == 1 or isinstance(axes, Fragments) or n * self.ctx.size(axes) == size, (name, r)
+                self.check(r, aval_of(var))
         except Unverified as e:
             return [self.unknown(eqn, str(e), e.refused, rels)] * len(eqn.outvars)
-        except (
-            ArithmeticError,
-            AssertionError,
-            IndexError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ) as e:  # of a lemma: nothing is known
-            return [self.unknown(eqn, f"the lemma fails: {e!r}"[:200], rels=rels)] * len(eqn.outvars)
+        except Exception as e:  # of a lemma: nothing is known, and the report says so
+            return [self.unknown(eqn, f"{e!r}"[:200], rels=rels, error=True)] * len(eqn.outvars)
         self.ctx.note(out)
         self.count(eqn, family_of(fn))
         return list(out)
+
+    def check(self, r: Rel, aval: Any) -> None:
+        """Require that a relation fits to the shape and dtype of a value."""
+        incomplete = any(isinstance(axes, Fragments) and axes.origin is not None for axes in r.spec)
+        fits = r.shape == tuple(aval.shape) and (incomplete or r.term.dtype == str(aval.dtype))
+        for n, size, axes in zip(r.shape, r.term.shape, r.spec, strict=True):
+            fits &= size == 1 or isinstance(axes, Fragments) or n * self.ctx.size(axes) == size
+        assert fits, (r, aval)
 
     def count(self, eqn: JaxprEqn, family: str) -> None:
         if self.counting and not self.ctx.written:
@@ -111,13 +115,15 @@ class Walk:
             if family == "kernel":
                 self.kernels[str(eqn.params["name"]).removeprefix(LOCAL_FORM)] += 1
 
-    def unknown(self, eqn: JaxprEqn, reason: str, refused: bool = False, rels: Sequence[Known] = ()) -> Cause:
+    def unknown(
+        self, eqn: JaxprEqn, reason: str, refused: bool = False, rels: Sequence[Known] = (), error: bool = False
+    ) -> Cause:
         """Record an equation that no lemma proves. It is refused only if its operands are values of the function as it was written:
         others are perhaps blocks of values that are not in this form."""
         terms, written = [r.term for r in rels if isinstance(r, Rel) and r.term.op != "literal"], self.ctx.written
         refused = refused and not written and all(map(self.ctx.terms.is_known, terms))
         reason = f"of the function as written: {reason}" if written else reason
-        cause = Cause(eqn.primitive.name, source_line(eqn), reason, refused)
+        cause = Cause(eqn.primitive.name, source_line(eqn), reason, refused, error)
         if self.counting:
             self.failed[cause] += 1
         return cause
@@ -298,7 +304,7 @@ def prove_program(
         specs = [(f"argument {p}", want, walk.arguments[k]) for k, (p, want) in enumerate(claims.arguments)]
         for (p, want), r in zip(claims.results, found, strict=True):
             specs.append((f"result {p}", want, walk.results[r.term.number] if isinstance(r, Rel) else set()))
-        wrong = differences(claims, program.jaxpr, specs)
+        wrong = differences(claims, program, specs)
     failed = (
         {Cause("plan", *w): 0 for w in wrong}
         | dict(walk.failed)

@@ -6,14 +6,14 @@ written: the same elements in the same order, and outside of the array the value
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from .fragments import Fragments, joined, made, table_of
+from .device_values import orders
+from .fragments import Fragments, element_table, in_mesh_order, with_table
 from .relation import Context, Rel, require
 from .term import Term
 
@@ -44,7 +44,7 @@ def on_devices(
         entry.origin is None and (entry.fill is None or entry.fill[1] in neutral)
     )
     require(fits, "windows of values that are not neutral outside of the array")
-    return np.where(at < 0, -1, table_of(ctx, x, d, axes)[:, at, 0])
+    return np.where(at < 0, -1, element_table(ctx, x, d, axes)[:, at, 0])
 
 
 def candidates(
@@ -77,10 +77,10 @@ def block_of_windows(
       local, full: what the windows of a device, and all windows, read.
       taps: int[devices along the axes of ``x``, taps]: the taps that each device has of every window.
     """
-    axes, (n, m) = joined(ctx, x.spec[d]), local.shape
+    axes, (n, m) = in_mesh_order(ctx, x.spec[d]), local.shape
     found = on_devices(ctx, x, d, axes, local, neutral)
     taps = np.arange(m)[None] if taps is None else taps
-    for order in itertools.chain.from_iterable(itertools.permutations(axes, k) for k in range(len(axes) + 1)):
+    for order in orders(axes):
         first = np.broadcast_to(n * np.asarray(ctx.linear(order, ctx.coordinates(axes))), (len(found),))
         if n * ctx.size(order) == len(full):
             wanted = full[first[:, None, None] + np.arange(n)[:, None], taps[:, None]]
@@ -94,8 +94,8 @@ def scattered(
 ) -> Rel:
     """What windows of a device add to its elements of ``x``: the value of the array at those elements of which the device has
     exactly the windows of the array; ``empty`` at the others."""
-    axes = joined(ctx, source.spec[d], x.spec[d])
-    found, table = on_devices(ctx, x, d, axes, local, neutral), table_of(ctx, x, d, axes).copy()
+    axes = in_mesh_order(ctx, source.spec[d], x.spec[d])
+    found, table = on_devices(ctx, x, d, axes, local, neutral), element_table(ctx, x, d, axes).copy()
     of = on_devices(ctx, source, d, axes, np.arange(source.shape[d])[:, None], ("0.0",))[..., 0]
     for k, windows in enumerate(of):
         same = (windows >= 0) & (full[windows] == found[k]).all(1)
@@ -108,4 +108,4 @@ def scattered(
         right = (counts[0] == counts[1]) & (counts[1] == counts[2]) & (index >= 0) & once
         table[k, :, 0] = np.where(right, index, -1)
     result = replace(x.placed({d: ()}), term=term)
-    return made(ctx, result, d, axes, table, ("empty", None))
+    return with_table(ctx, result, d, axes, table, ("empty", None))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..fragments import Fragments, gathered_fragments, sent
+from ..fragments import Fragments, gather_fragments, in_mesh_order, permute_fragments
 from ..laws import axes_text
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
@@ -82,12 +82,13 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
         sizes = (*x.term.shape[:d], shape[d], *x.term.shape[d + 1 :])
         return replace(x, term=ctx.terms.make("devices", (axes, d), (x.term,), sizes, x.term.dtype), shape=shape)
     if x.term.shape[d] == 1:
+        require(not set(axes) & x.sharded, "an all-gather along a dim of a constant, of blocks")
         return replace(x, shape=shape)
     have = x.spec[d]
     others = {a for k, s in enumerate(x.spec) if k != d for a in s} & set(axes)
     require(not others, f"an all-gather over {axes_text(others)}, over which another dim is sharded", refused=True)
     if isinstance(have, Fragments):
-        return gathered_fragments(ctx, x, axes, d)
+        return gather_fragments(ctx, x, axes, d)
     fits = have[len(have) - len(axes) :] == axes
     require(fits, f"an all-gather over {axes} of dim {d}, which is sharded over {have}", refused=True)
     spec = tuple(s[: len(s) - len(axes)] if k == d else s for k, s in enumerate(x.spec))
@@ -123,22 +124,24 @@ def all_to_all(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     shape[j] *= n
     full = gathered(ctx, x, axes, j, tuple(shape))
     require(full.term.op != "devices", "an all-to-all of values that depend on the device")
-    require(full.term.shape[j] != 1 or not set(axes) & full.varying, "an all-to-all of a constant")
     shape[i] //= n
     return [blocks(full, axes, i, tuple(shape))]
 
 
 @lemma("ppermute")
 def ppermute(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Each device gets the value of another one, or zeros: other blocks or fragments of the same value."""
-    (x,), axes = rels, axes_of(eqn, ctx)
+    """Each device gets the value of another one, or zeros: other blocks or fragments of the same value.
+
+    JAX numbers the devices in the order of the mesh, whatever the order of the names.
+    """
+    (x,), axes = rels, in_mesh_order(ctx, axes_of(eqn, ctx))
     sources = np.full(ctx.size(axes), -1)
     for source, target in eqn.params["perm"]:
         sources[target] = source
     require(not x.partial & set(axes), "a permutation of a partial value")
     require(not x.term.axes & set(axes), "a permutation of values that depend on the device")
     alike = not x.sharded & set(axes) and bool((sources >= 0).all())
-    return [x if alike else sent(ctx, x, axes, sources)]
+    return [x if alike else permute_fragments(ctx, x, axes, sources)]
 
 
 @lemma("axis_index")

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..fragments import Fragments, blocks_of, joined, summed_blocks, table_of
+from ..fragments import Fragments, contraction_blocks, element_table, in_mesh_order, sum_over_blocks
 from ..laws import act, one_partial
 from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
 from ..term import Term, frozen
@@ -46,9 +46,9 @@ def product(
         origin = (x.spec[split[0][0]], origins[0]) if len(split) == 1 else None
         return [replace(result, partial=own | over, origin=origin)]
     require(len(fragmented) == 1, "a sum over several dims in fragments")
-    ((i, j),), (origin,), axes = fragmented, origins, joined(ctx, x.spec[fragmented[0][0]])
+    ((i, j),), (origin,), axes = fragmented, origins, in_mesh_order(ctx, x.spec[fragmented[0][0]])
     result = replace(result, partial=own | (over - set(axes)))
-    return [summed_blocks(ctx, result, axes, blocks_of(ctx, x, i, axes), origin)]
+    return [sum_over_blocks(ctx, result, axes, contraction_blocks(ctx, x, i, axes), origin)]
 
 
 @lemma("dot_general")
@@ -127,9 +127,9 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         for k, (i, j, o) in split:
             local = reads(p, k, x.shape[i], out_shape(eqn)[o], y.shape[j])
             full = reads(found, k, x.term.shape[i], term.shape[o], y.term.shape[j])
-            own = joined(ctx, x.spec[i], y.spec[j])
+            own = in_mesh_order(ctx, x.spec[i], y.spec[j])
             blocks = isinstance(y.spec[j], tuple)
-            taps = table_of(ctx, y, j, own)[..., 0] if blocks and y.spec[j] else None
+            taps = element_table(ctx, y, j, own)[..., 0] if blocks and y.spec[j] else None
             order = block_of_windows(ctx, x, i, local, full, ("0.0", "0"), taps)
             if order is None or not blocks or (taps is not None and (order or set(own) != set(x.spec[i]))):
                 break

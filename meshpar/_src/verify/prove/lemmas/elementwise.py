@@ -11,10 +11,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..device_values import axes_of, evaluate, leaves, resolved
-from ..fragments import Fragments, added, constant_of, has_fragments, masked_fragments, moved
+from ..fragments import Fragments, add_incomplete_sums, fill_of, has_fragments, mask_fragments, require_zeros_outside
 from ..laws import act, not_partial, one_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
-from ..term import Term, frozen, is_float, is_zero, number_of
+from ..term import Term, frozen, is_float, is_zero
 from .table import Lemma, lemma
 
 POINTWISE = (
@@ -69,7 +69,12 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     name = eqn.primitive.name
     if out_dtype(eqn) == "bool" and name in ("or", "and"):
         return applied(ctx, eqn, rels, partial_of(rels, name, "max" if name == "or" else "min"))
-    if name == "ne" and rels[0] == rels[1] and rels[0].kind in ("max", "min"):  # isnan
+    if (
+        name == "ne"
+        and rels[0].kind in ("max", "min")
+        and rels[0].term is rels[1].term
+        and rels[0].source == rels[1].source
+    ):  # isnan
         return applied(ctx, eqn, rels, replace(rels[0], kind=rels[0].kind + "*"))
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, name))
@@ -80,12 +85,12 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 @elementwise("add", "add_any", "sub")
 def linear(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Σ x + Σ y = Σ (x + y): both are partial over the same axes, or one is 0. The sums over different blocks of one
-    contraction are the one over all of them (:func:`fragments.added`)."""
+    contraction are the one over all of them (:func:`fragments.add_incomplete_sums`)."""
     if eqn.primitive.name != "sub":
         for x, y in (rels, rels[::-1]):
             if is_zero(x.term) and y.shape == out_shape(eqn) and (y.term.axes | y.partial or has_fragments(y)):
-                return [y]
-        both = added(ctx, *rels)
+                return [resolved(ctx, y, rels)]
+        both = add_incomplete_sums(ctx, *rels)
         if both is not None:
             complete = both.term.dtype != out_dtype(eqn) and not any(
                 isinstance(s, Fragments) and s.origin for s in both.spec
@@ -116,7 +121,7 @@ def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
     x, other, wanted = (yes, no, True) if has_fragments(yes) else (no, yes, False)
     dims, value, at = (
         [d for d, s in enumerate(x.spec) if isinstance(s, Fragments)],
-        constant_of(other),
+        fill_of(other),
         leaves(mask.term),
     )
     require(len(dims) == 1 and value is not None and len(at) < 2, "a choice of fragments")
@@ -128,16 +133,15 @@ def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
     )
     (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
     assert value is not None
-    return masked_fragments(ctx, x, d, keep == wanted, axes, value)
+    return mask_fragments(ctx, x, d, keep == wanted, axes, value)
 
 
-@elementwise("mul")
+@elementwise("mul", "times_power_of_two")
 def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """(Σ x) y = Σ (x y), of which at most one is partial. A product with a number is a scale."""
     for x, y in (rels, rels[::-1]):
-        number = number_of(x.term)
-        if number is not None and np.isfinite(number) and not isinstance(number, bool):
-            return scaled(ctx, y, Fraction(number))
+        if x.number is not None and np.isfinite(x.number) and not isinstance(x.number, bool):
+            return scaled(ctx, y, Fraction(x.number))
     return applied(ctx, eqn, rels, one_partial(rels, "a product"))
 
 
@@ -147,7 +151,7 @@ def scaled(ctx: Context, x: Rel, by: Fraction) -> list[Rel]:
     require(
         not x.partial or x.kind == "sum" or monotone, "a negative multiple, or one of integers, of a partial extremum"
     )
-    moved(x, "a multiple")
+    require_zeros_outside(x, "a multiple")
     return [replace(x, term=ctx.terms.scale(x.term, by))]
 
 
@@ -161,9 +165,9 @@ def neg(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 def div(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """(Σ x) / y = Σ (x / y). A quotient by a number is a scale, for floats."""
     x, y = rels
-    number, inexact = number_of(y.term), is_inexact(out_dtype(eqn))
-    if inexact and number and np.isfinite(number):
-        return scaled(ctx, x, 1 / Fraction(number))
+    inexact = is_inexact(out_dtype(eqn))
+    if inexact and y.number and np.isfinite(y.number):
+        return scaled(ctx, x, 1 / Fraction(y.number))
     require(not x.partial or (inexact and x.kind == "sum"), "a quotient of partial integers", refused=True)
     not_partial([y], "a quotient")
     return applied(ctx, eqn, rels, x if x.partial else None)
@@ -188,7 +192,7 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             "a cast of a partial value that rounds to integers, or of sums that wrap",
             is_inexact(source),
         )
-    moved(x, "a cast")
+    require_zeros_outside(x, "a cast")
     if any(isinstance(s, Fragments) and s.origin for s in x.spec):  # of an incomplete sum, whose term keeps its dtype
         require(is_float(source) and is_float(target), "a cast of an incomplete sum to integers", refused=True)
         return [x]
@@ -207,6 +211,6 @@ def narrowed(ctx: Context, x: Term, dtype: str) -> Term:
 
 IDENTITIES = frozenset(
     "copy copy_p name optimization_barrier stop_gradient local_constraint sharding_constraint name_dims rename_dims place "
-    "pvary reshard multiple_of layout_constraint device_put".split()
+    "in_blocks pvary reshard multiple_of layout_constraint device_put".split()
 )
 """Primitives whose results are their operands: copies, names, and hints to the compiler."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,10 @@ from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from ..device_values import Rows, axes_of, evaluate, leaves, owned
-from ..fragments import picked, updated
+from ..fragments import has_fragments, take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
-from ..term import Term, frozen, is_zero, number_of
+from ..term import Term, constant, frozen, is_zero, number_of
 from .shape import sliced
 from .table import lemma
 
@@ -28,20 +28,33 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
     x, *starts = rels
     not_partial(starts, "an index")
     for d, (start, n) in enumerate(zip(starts, eqn.params["slice_sizes"], strict=True)):
-        number, shape = number_of(start.term), x.resized(d, n)
+        shape = x.resized(d, n)
         if n == x.shape[d] or x.term.shape[d] == 1:
             x = replace(x, shape=shape)
-        elif number is not None:
-            x = sliced(ctx, x, d, min(max(int(number), 0), x.shape[d] - n), n)
+        elif start.number is not None:
+            x = sliced(ctx, x, d, min(max(int(start.number), 0), x.shape[d] - n), n)
         elif not leaves(start.term):
-            starts, axes = starts_of(ctx, start, x.shape[d] - n)
+            at, axes = starts_of(ctx, start, x.shape[d] - n)
             require(not set(axes) & x.partial, "fragments, over axes along which the value is partial", refused=True)
-            x = picked(ctx, x, d, starts[:, None] + np.arange(n), axes)
+            x = take_positions(ctx, x, d, at[:, None] + np.arange(n), axes)
         else:
             aval = ShapeDtypeStruct(shape, x.term.dtype)
             ins, partial = [range(len(shape)), ()], x if x.partial else None
+            start = unclamped(start, x.shape[d] - n)
             (x,) = act(ctx, eqn, [x, start], ins=ins, unsharded=[d], params=d, partial=partial, avals=[aval])
     return [x]
+
+
+def unclamped(start: Rel, last: int) -> Rel:
+    """An index that is moved to 0 … ``last``, without limits beyond these that it had before."""
+    term = start.term
+    while term.op == "clamp":
+        low, inner, high = term.args
+        first, end = number_of(low), number_of(high)
+        if first is None or end is None or first > 0 or end < last:
+            break
+        term = inner
+    return replace(start, term=term)
 
 
 def starts_of(ctx: Context, start: Rel, last: int) -> tuple[np.ndarray, tuple[str, ...]]:
@@ -59,9 +72,20 @@ def dynamic_update_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> li
     dims = [d for d in range(len(x.shape)) if x.shape[d] != update.shape[d]]
     if len(dims) == 1 and (x.spec[dims[0]] or update.spec[dims[0]] or starts[dims[0]].term.axes):
         (d,) = dims
-        return [updated(ctx, x, update, d, *starts_of(ctx, starts[d], x.shape[d] - update.shape[d]))]
+        return [update_fragments(ctx, x, update, d, *starts_of(ctx, starts[d], x.shape[d] - update.shape[d]))]
     partial = partial_of([x, update], "an update")
-    return act(ctx, eqn, [x, update, *(starts[d] for d in dims)], unsharded=dims, params=tuple(dims), partial=partial)
+    at = [unclamped(starts[d], x.shape[d] - update.shape[d]) for d in dims]
+    return act(ctx, eqn, [x, update, *at], unsharded=dims, params=tuple(dims), partial=partial)
+
+
+@lemma("add_row")
+def add_row(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """A row [k, …] that is added to one row of [n, k, …], for each of k parts at an index and by a condition of its own; linear."""
+    total, row, index, where = rels
+    not_partial([index, where], "an index or a condition")
+    rank = len(total.shape)
+    ins = [range(rank), range(1, rank), [1] * len(index.shape), [1]]
+    return act(ctx, eqn, rels, ins=ins, unsharded=[0], partial=partial_of([total, row], "a row that is added", "sum"))
 
 
 def labels_of(
@@ -83,6 +107,11 @@ def labels_of(
     return [array, [*batch, "vector"], [next(kept) if o in windows else next(rest) for o in range(size)]]
 
 
+def moving(indexed: Sequence[int], parts: Container[int], mode: str) -> set[int]:
+    """The indexed dims along which windows may begin at several elements: an index that is clipped is 0 for a complete dim."""
+    return {d for d in indexed if d in parts or "CLIP" not in mode}
+
+
 @lemma("gather")
 def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Dims that are complete in each slice, and dims of the indices, are carried along; indexed dims are not sharded.
@@ -93,10 +122,15 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     x, index = rels
     not_partial([index], "an index")
     p, n, sizes = eqn.params, eqn.params["dimension_numbers"], list(map(int, eqn.params["slice_sizes"]))
+    taken = rows_at(ctx, eqn, x, index)
+    if taken is not None:
+        return [taken]
+    require(not has_fragments(x), "a gather of fragments at computed indices")
     batching = dict(zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True))
     rank = len(out_shape(eqn))
     *ins, out = labels_of(len(x.shape), n.collapsed_slice_dims, batching, n.offset_dims, rank)
-    unsharded = {"vector", *n.start_index_map, *(d for d, m in enumerate(sizes) if m != x.shape[d])}
+    parts = {d for d, m in enumerate(sizes) if m != x.shape[d]}
+    unsharded = {"vector", *n.collapsed_slice_dims, *parts, *moving(n.start_index_map, parts, str(p["mode"]))}
     best = extremum_of_blocks(ctx, x, index, ins[0], out)
     if best is not None:
         return [replace(best, shape=out_shape(eqn))]
@@ -120,6 +154,24 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         op, params = "gather_block", (axes, x.shape[d], params, tuple(o for o in range(rank) if o not in n.offset_dims))
         unsharded.remove(d)
     return act(ctx, eqn, rels, ins=ins, outs=[out], unsharded=unsharded, params=params, op=op, partial=x)
+
+
+def rows_at(ctx: Context, eqn: JaxprEqn, x: Rel, index: Rel) -> Rel | None:
+    """Rows along a dim at constant indices, of which each device has other ones."""
+    n, dims = eqn.params["dimension_numbers"], range(len(x.shape))
+    if index.term.op != "array" or len(index.shape) != 2 or len(n.start_index_map) != 1 or index.spec[1]:
+        return None
+    (d,) = n.start_index_map
+    rows = (
+        n.collapsed_slice_dims == (d,)
+        and n.offset_dims == tuple(k for k in dims if k != d)
+        and not n.operand_batching_dims
+    )
+    at = constant(index.term).astype(np.int64).reshape(-1, index.shape[0])
+    inside = bool(((at >= 0) & (at < x.shape[d])).all())
+    if not rows or not inside or x.term.shape[d] == 1 or out_shape(eqn) != x.resized(d, at.shape[1]):
+        return None
+    return take_positions(ctx, x, d, at, index.spec[0]) if index.spec[0] else None
 
 
 def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], out: Sequence[Any]) -> Rel | None:
@@ -168,7 +220,8 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     batching = dict(zip(n.operand_batching_dims, n.scatter_indices_batching_dims, strict=True))
     ins = labels_of(len(x.shape), n.inserted_window_dims, batching, n.update_window_dims, len(update.shape))
     parts = {d for d, m in zip(ins[2], update.shape, strict=True) if d in ALL and m != x.shape[d]}
-    unsharded = {"vector", *n.inserted_window_dims, *n.scatter_dims_to_operand_dims, *parts}
+    indexed = n.scatter_dims_to_operand_dims
+    unsharded = {"vector", *n.inserted_window_dims, *parts, *moving(indexed, {*parts, *n.inserted_window_dims}, mode)}
     local = index.term
 
     def at(local: Term, mode: str) -> Rel:

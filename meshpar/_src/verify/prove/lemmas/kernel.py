@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
 from ..laws import ALL, act, axes_text, not_partial
-from ..relation import Context, Rel, Unverified, require
+from ..relation import Context, Rel, require
 from .table import LOCAL_FORM, lemma
 
 
@@ -17,8 +18,8 @@ from .table import LOCAL_FORM, lemma
 def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A kernel of the function as it was written: one term for each result."""
     require(not ctx.sizes, "a kernel within a per-device program")
-    rels = [ctx.expanded(r, ALL[: len(r.shape)]) for r in rels]
-    found = ctx.kernels.setdefault((eqn.params["kernel"].name, *(r.term.number for r in rels)), eqn)
+    rels, own = [ctx.expanded(r, ALL[: len(r.shape)]) for r in rels], eqn.params["kernel"]
+    found = ctx.kernels.setdefault((own.name, *(r.term.number for r in rels)), {}).setdefault(id(own), eqn)
     return act(ctx, eqn, rels, unsharded=ALL, params=id(found))
 
 
@@ -29,9 +30,10 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     name = str(eqn.params["name"]).removeprefix(LOCAL_FORM)
     not_partial(rels, f"kernel {name}")
     rels = [ctx.expanded(r, [d for d, axes in enumerate(r.spec) if not axes]) for r in rels]
-    written = ctx.kernels.get((name, *(r.term.number for r in rels)))
-    if written is None:
-        raise Unverified(f"a kernel {name} that the function as written does not have, of these operands")
+    found = list(ctx.kernels.get((name, *(r.term.number for r in rels)), {}).values())
+    require(bool(found), f"a kernel {name} that the function as written does not have, of these operands")
+    require(len(found) == 1, f"one of several kernels {name} of these operands")
+    (written,) = found
     own: Any = written.params["kernel"]
     ins, outs = ([aval_of(v) for v in vs] for vs in (written.invars, written.outvars))
     notation, sizes = own.notation, own.sizes([a.shape for a in ins], [a.shape for a in outs])
@@ -48,13 +50,18 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         require(not a or notation.marks[f] != "!", f"`{f}` of kernel {name} sharded over {a}", refused=True)
     partial_marks = ("", "~") if own.permutation_partial else ("",)
     results = []
-    for k, (dims, aval, var) in enumerate(zip(notation.outs, outs, eqn.outvars, strict=True)):
+    for k, (dims, aval) in enumerate(zip(notation.outs, outs, strict=True)):
         given = {f for factors in dims for f in factors}
         spec = tuple(tuple(a for f in factors for a in axes.get(f, ())) for factors in dims)
         partial = {a for f in axes if f not in given and notation.marks[f] in partial_marks for a in axes[f]}
         partial -= {a for own in spec for a in own}  # of two factors: the local form exchanges along one of them
         params = id(written) if k == 0 else (id(written), k)
         term = ctx.terms.make("kernel", params, (r.term for r in rels), aval.shape, aval.dtype)
+        shape = tuple(n // ctx.size(a) for n, a in zip(aval.shape, spec, strict=True))
         spec = tuple(a if n != 1 else () for a, n in zip(spec, term.shape, strict=True))
-        results.append(Rel(term, aval_of(var).shape, spec, frozenset(partial)))
-    return results
+        results.append(Rel(term, shape, spec, frozenset(partial)))
+    # a call has only the results that are read: the ones of these shapes and dtypes
+    have = [(tuple(a.shape), str(a.dtype)) for a in map(aval_of, eqn.outvars)]
+    fits = [rs for rs in itertools.combinations(results, len(have)) if [(r.shape, r.term.dtype) for r in rs] == have]
+    require(len(fits) == 1, f"some results of kernel {name}, of several with these shapes")
+    return list(fits[0])

@@ -31,6 +31,7 @@ def keys(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 def bits(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Element i of the bits of one partitionable threefry key is a function of the key and of i: a device makes its block of them
     from its block of the indices. Other bits are a function of the full array."""
+    not_partial(rels, eqn.primitive.name)
     (key,), shape, dtype = rels, out_shape(eqn), out_dtype(eqn)
     partitionable = getattr(jax.config, "jax_threefry_partitionable") and math.prod(shape) < 2**32  # noqa: B009
     if key.shape or not partitionable or dtype == "uint64" or key_impl(aval_of(eqn.invars[0]).dtype) != "threefry2x32":

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
-from ..fragments import padded, picked, side_by_side
+from ..fragments import concatenate_fragments, pad_fragments, take_positions
 from ..laws import act, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from .table import lemma
@@ -119,12 +119,23 @@ def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1) -> Rel:
     """Elements of one dim; of a block, fragments."""
-    shape, sizes = x.resized(d, size), (*x.term.shape[:d], size, *x.term.shape[d + 1 :])
+    shape, at = x.resized(d, size), start + stride * np.arange(size)
     if x.term.shape[d] == 1 or (size == x.shape[d] and stride == 1):
         return replace(x, shape=shape)
-    if x.spec[d]:
-        return picked(ctx, x, d, start + stride * np.arange(size))
-    return x.of(ctx.terms.make("slice", (d, start, stride), (x.term,), sizes, x.term.dtype), shape, x.spec)
+    return take_positions(ctx, x, d, at) if x.spec[d] else x.of(ctx.terms.take(x.term, d, at), shape, x.spec)
+
+
+@lemma("rearrange")
+def rearrange(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """The elements of a table along a dim, which is given as arithmetic progressions."""
+    (x,), d = rels, int(eqn.params["dimension"])
+    at = np.concatenate([first + step * np.arange(n) for first, step, n in eqn.params["runs"]])
+    require(x.term.shape[d] != 1 and bool((at >= 0).all()), "a table with zeros, or of a constant")
+    return (
+        [x.of(ctx.terms.take(x.term, d, at), x.resized(d, len(at)), x.spec)]
+        if not x.spec[d]
+        else [take_positions(ctx, x, d, at)]
+    )
 
 
 @lemma("slice")
@@ -162,11 +173,13 @@ def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         rels = [r.of(ctx.terms.reshape(r.term, put(r.term.shape, 1)), put(r.shape, 1), put(r.spec, ())) for r in rels]
     if len(rels) == 1:
         return list(rels)
-    fragments = side_by_side(ctx, rels, d)
+    fragments = concatenate_fragments(ctx, rels, d)
     if fragments is not None:
         return [fragments]
     widths, partial = tuple(r.shape[d] for r in rels), partial_of(rels, "values side by side")
-    return act(ctx, eqn, rels, unsharded=[d], params=(d, widths), partial=partial, op="concatenate")
+    complete = all(r.term.shape[d] == n for r, n in zip(rels, widths, strict=True))
+    term = ctx.terms.concatenate_slices([r.term for r in rels], d) if complete else None
+    return act(ctx, eqn, rels, unsharded=[d], params=(d, widths), partial=partial, op="concatenate", term=term)
 
 
 @lemma("pad")
@@ -174,7 +187,7 @@ def pad(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Padding of dims that are not sharded, or in fragments; of partial sums, with zeros."""
     config = {d: tuple(map(int, c)) for d, c in enumerate(eqn.params["padding_config"]) if any(c)}
     for d in [d for d in config if rels[0].spec[d]]:
-        rels = [padded(ctx, rels[0], d, config.pop(d), rels[1]), rels[1]]
+        rels = [pad_fragments(ctx, rels[0], d, config.pop(d), rels[1]), rels[1]]
     if not config:
         return [rels[0]]
     return act(ctx, eqn, rels, unsharded=config, params=tuple(config.items()), partial=partial_of(rels, "padding"))
