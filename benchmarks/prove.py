@@ -61,6 +61,8 @@ def cases() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
         yield f"llama31_405b {name}", lambda name=name: plan(llama.llama31_405b(), llama.LAYOUTS[name], *large)
     pipeline = "batch: data; vocab: stage; layers: stage"
     yield "llama3_8b pipeline", lambda: plan(llama.llama3_8b(), pipeline, "stage=8, data=16", "v5p:4x4x8")
+    rounds = llama.llama3_8b(microbatches=16), f"{pipeline}*2; embed: data", "stage=8, data=16", "v5p:4x4x8"
+    yield "llama3_8b pipeline of two rounds", lambda: plan(*rounds)
     for name in llama.CONTEXT_PARALLEL:
         pod = long_context.POD_LAYOUT, long_context.POD_MESH, long_context.POD
         yield (

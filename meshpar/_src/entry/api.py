@@ -386,7 +386,8 @@ def prove(
       'proven'
     """
     if program is not None:
-        return prove_program(*(jax.make_jaxpr(f)(*args, **(kwargs or {})) for f in (fn, program)))
+        written, own = (jax.make_jaxpr(f)(*args, **(kwargs or {})) for f in (fn, program))
+        return prove_program(written, own)
     return _step_on("prove", fn, mesh, layout, topology, options).plan(*args, **(kwargs or {})).prove()
 
 

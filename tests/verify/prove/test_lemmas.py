@@ -531,6 +531,7 @@ def test_a_program_that_is_wrong_at_an_edge_of_a_lemma_is_not_proven(name):
 
 
 UNREFUSED = {
+    "rows that are repeated": (lambda x: jnp.concatenate([jnp.exp(x)] * 4), jnp.exp, [P()], P("data"), [(4, 6)]),
     "a sum of blocks": (lambda x: x.reshape(4, 2, 4).sum(0), lambda x: psum(x), [P("data")], P(), [(8, 4)]),
     "a row that is added to rows": (
         lambda x: x + jnp.pad(jnp.exp(x)[2:3], ((2, 1), (0, 0))),

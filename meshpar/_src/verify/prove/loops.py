@@ -7,11 +7,11 @@ relation to the carry after one iteration. A carry that does not is unknown, and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .device_values import orders
 from .fragments import has_fragments
 from .relation import Cause, Context, Known, Rel, Unverified, require
 from .term import Term, is_zero
@@ -98,6 +98,8 @@ def finals(ctx: Context, loop: Loop, places: Sequence[int], guesses: Sequence[Kn
 
 def places_of(loop: Loop, inits: Sequence[Known], avals: Sequence[Any]) -> list[int] | None:
     """For each carry of a per-device loop the carry of the written loop, in order, with the same initial value."""
+    if len(loop.nexts) < len(loop.carries):  # the body of the written loop is not understood
+        return None
     out: list[int] = []
     for r, aval in zip(inits, avals, strict=True):
         for k in range(out[-1] + 1 if out else 0, len(loop.inits)):
@@ -125,7 +127,9 @@ def placed_by_size(ctx: Context, r: Rel, carry: Term) -> Rel | None:
     specs = {}
     for d, (n, size, total) in enumerate(zip(r.shape, r.term.shape, carry.shape, strict=True)):
         if size == 1 != total:
-            found = [a for a in orders(ctx.sizes) if n * ctx.size(a) == total and all(ctx.sizes[x] > 1 for x in a)]
+            axes = [a for a, count in ctx.sizes.items() if count > 1]
+            some = itertools.chain.from_iterable(itertools.combinations(axes, k) for k in range(len(axes) + 1))
+            found = [a for a in some if n * ctx.size(a) == total]  # in the order of the mesh
             if len(found) != 1:
                 return None
             (specs[d],) = found

@@ -133,9 +133,9 @@ class Terms:
             return self.reshape(x, shape)
         return self.make("transpose", order, (x,), shape, x.dtype)
 
-    def take(self, x: Term, dim: int, table: Sequence[int]) -> Term:
+    def take(self, x: Term, dim: int, table: np.ndarray) -> Term:
         """The elements of a table along a dim. One that is an arithmetic progression is a ``slice``; the others are ``take``."""
-        table = np.asarray(table, np.int64)
+        table = table.astype(np.int64)
         inner: Any = x.params
         if x.op in ("slice", "take") and inner[0] == dim:
             x, table = x.args[0], table_of(x)[table]

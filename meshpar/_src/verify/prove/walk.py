@@ -170,8 +170,9 @@ class Walk:
         for d, (have, want) in enumerate(zip(r.spec, spec, strict=True)):
             if r.term.shape[d] != 1 and have != want:
                 refused = f"dim {d} of result {k} is sharded over {axes_text(have)}; its spec says {axes_text(want)}"
-        if refused:
-            return self.unknown(eqn, refused, not has_fragments(r), [r])
+        if refused:  # equal rows of all devices may be blocks of an array that repeats them
+            contradicts = not has_fragments(r) and bool(r.partial or r.sharded)
+            return self.unknown(eqn, refused, contradicts, [r])
         if r.term.axes:
             return self.unknown(eqn, f"result {k} may depend on the device")
         return self.ctx.replicated(r.term, tuple(aval_of(eqn.outvars[k]).shape))

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jax import ShapeDtypeStruct
 from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
+from ....compat.jax import aval_of
 from ..device_values import Rows, axes_of, evaluate, leaves, owned
 from ..fragments import has_fragments, take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
@@ -38,7 +38,7 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
             require(not set(axes) & x.partial, "fragments, over axes along which the value is partial", refused=True)
             x = take_positions(ctx, x, d, at[:, None] + np.arange(n), axes)
         else:
-            aval = ShapeDtypeStruct(shape, x.term.dtype)
+            aval = aval_of(eqn.outvars[0]).update(shape=shape)
             ins, partial = [range(len(shape)), ()], x if x.partial else None
             start = unclamped(start, x.shape[d] - n)
             (x,) = act(ctx, eqn, [x, start], ins=ins, unsharded=[d], params=d, partial=partial, avals=[aval])
@@ -150,14 +150,14 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         rows = tuple(n.start_index_map) == (d,) and d in n.collapsed_slice_dims
         require(rows, "a gather along several sharded dims")
         require(not set(axes) & index.sharded, "a gather at indices that are sharded as the operand is", refused=True)
-        require(bool(index.term.axes), f"a gather along dim {d}, which is sharded over {axes_text(axes)}", refused=True)
+        require(bool(index.term.axes), f"a gather along dim {d}, which is sharded over {axes_text(axes)}")
         op, params = "gather_block", (axes, x.shape[d], params, tuple(o for o in range(rank) if o not in n.offset_dims))
         unsharded.remove(d)
     return act(ctx, eqn, rels, ins=ins, outs=[out], unsharded=unsharded, params=params, op=op, partial=x)
 
 
 def rows_at(ctx: Context, eqn: JaxprEqn, x: Rel, index: Rel) -> Rel | None:
-    """Rows along a dim at constant indices, of which each device has other ones."""
+    """Rows of a block at constant indices, of which devices may have other ones."""
     n, dims = eqn.params["dimension_numbers"], range(len(x.shape))
     if index.term.op != "array" or len(index.shape) != 2 or len(n.start_index_map) != 1 or index.spec[1]:
         return None
@@ -171,7 +171,7 @@ def rows_at(ctx: Context, eqn: JaxprEqn, x: Rel, index: Rel) -> Rel | None:
     inside = bool(((at >= 0) & (at < x.shape[d])).all())
     if not rows or not inside or x.term.shape[d] == 1 or out_shape(eqn) != x.resized(d, at.shape[1]):
         return None
-    return take_positions(ctx, x, d, at, index.spec[0]) if index.spec[0] else None
+    return take_positions(ctx, x, d, at, index.spec[0]) if index.spec[0] or x.spec[d] else None
 
 
 def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], out: Sequence[Any]) -> Rel | None:
