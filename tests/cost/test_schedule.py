@@ -64,6 +64,21 @@ def test_a_gradient_is_reduced_before_the_next_matmul_or_during_it_where_reduce_
     assert (transfer.start <= schedule.starts[after] < transfer.end) == is_async
 
 
+@pytest.mark.parametrize(("devices", "mlp", "is_async"), [(64, 2048, False), (64, 8192, True), (16, 2048, True)])
+def test_small_weights_are_gathered_by_a_synchronous_all_reduce_of_many_devices(devices, mlp, is_async):
+    """8 MiB, but not 32; on 16 devices this was not observed."""
+    side = int(devices**0.5)
+    plan = mp.plan(
+        lambda w, x: x @ w["up"] @ w["down"], {"up": bf16(2048, mlp), "down": bf16(mlp, 2048)}, bf16(devices * 1024, 2048),
+        mesh="data=-1", topology=f"v5e:{side}x{side}", layout="batch: data; mlp: data", overlap="xla", lowering="shard_map",
+        dims={"w/up": "embed mlp", "w/down": "mlp embed", "x": "batch embed"},
+    )  # fmt: skip
+    sent = schedules(plan)[computation_of(plan)].transfers
+    assert [(t.collective.op, t.is_async) for t in sent] == [("all-gather", is_async)] * 2
+    if not is_async:  # as many bytes as an all-reduce, after which the result has its zeros
+        assert all(t.end - t.start > 2 * t.collective.seconds for t in sent)
+
+
 def test_what_a_product_made_cannot_be_sent_for_ahead():
     plan = planned(loss, layout="mlp: data")
     (summed,) = [k for k in computation_of(plan).kernels if k.kind == "move"]

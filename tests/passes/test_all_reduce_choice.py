@@ -80,6 +80,12 @@ def test_where_sums_are_asynchronous_two_dimensions_are_enough():
     assert sums(plan_of(**where)) == [("reduce-scatter", "staged")]  # the next product is shorter than the first stage
 
 
+def test_a_first_stage_that_the_compiler_makes_an_all_reduce_is_no_reason_for_stages():
+    """2,048 / 16 devices of the first stage are one lane tile: an odd number; 4,096 / 16 are two (in the table above)."""
+    where = {"topology": "v5e:16x16", "mesh": "data=256"}
+    assert sums(plan_of(**where, embed=2048)) == [("all-reduce", "all_reduce")]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler, which is in libtpu")
 @pytest.mark.parametrize("how", [{}, {"lowering": "jit", "overlap": None}])
 def test_the_compiler_sends_what_the_plan_lists(how):

@@ -19,7 +19,8 @@ from jax import lax
 REDUCE_SCATTER_SHAPES = "tests/lower/test_quirks.py::test_scatters_that_the_tpu_compiler_makes_all_reduces"
 """Some reduce-scatters are compiled to an all-reduce and a slice, which sends twice the bytes: if a dim after the scattered one is
 second to last and not a multiple of 8 (it is padded), if a scattered last dim of 2-byte elements leaves an odd number of 128-lane
-tiles per device, and if a dim of size 1 precedes the scattered one.
+tiles per device, and if a dim of size 1 precedes the scattered one. The compiler may choose a layout in which another dim is last:
+:mod:`passes.all_reduce_choice` then plans an all-reduce over all torus dimensions, since the first stage would be one.
 
 In libtpu 0.0.42; the workaround can be removed when libtpu compiles the plain reduce-scatters of that test as reduce-scatters.
 """

@@ -8,7 +8,7 @@
     schedule           when kernels, collectives and host copies start and end
     kernel_time        the seconds of each kernel
     collective_matmul  exposed seconds of collectives next to matmuls: separate, as a ring, in a fused kernel
-    vmem               the images (arrays of convolutional nets) that a TPU keeps in VMEM between kernels
+    vmem               the arrays that a TPU keeps in VMEM between kernels
     donation           results that alias donated arguments, and arguments that could be donated
     buffer_roles       parameter, optimizer state, gradient, saved activation, or another
     flops              FLOPs of matmuls and convolutions, and redundant ones

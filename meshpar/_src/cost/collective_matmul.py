@@ -180,6 +180,14 @@ def all_reduce_cost(plan: Plan, c: Collective, matmuls: float) -> ReductionCost 
     return ReductionCost(wire_bytes("all-reduce", volume, devices), seconds, max(0.0, seconds - hidden))
 
 
+def merged_seconds(plan: Plan, c: Collective) -> float:
+    """Seconds that a collective adds to an all-reduce that the TPU compiler merges it into: its bytes, without a latency."""
+    assert plan.chip is not None
+    stages = [s for a in c.axes for s in plan.torus[a]]
+    volume = collective_volume(c.op, c.bytes, math.prod(s.size for s in stages))
+    return seconds_of("all-reduce", volume, stages, replace(plan.chip, latency=0.0))
+
+
 def later_stage_seconds(plan: Plan, c: Collective) -> float:
     """Seconds of one run of a staged reduce-scatter after its first stage; 0 for other collectives.
 

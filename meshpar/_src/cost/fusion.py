@@ -6,6 +6,7 @@
   argument of images with a few channels. Input-independent values cost nothing.
 - Elementwise ops, broadcasts, slices, one-hot scatters and the like are computed inside the kernels that read them, if one kernel
   reads them, or if they depend on one array (besides rows and scalars), so that computing them twice reads no more.
+- Of an array from several that a chain of ops alone reads, and casts to a narrower dtype for matmuls, the cast is stored.
 - Matmuls, reductions and writes into a loop's stack fuse such producers; collectives, loops, sorts and gathers read buffers.
 - Operands of a batched matmul that are slices of a matmul's result are buffers.
 - A matmul fuses the elementwise ops that only it feeds, unless they read another matmul, or slices of its result.
@@ -24,7 +25,8 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -88,6 +90,7 @@ class Buffer:
       readers: the kernels that read it.
       recomputed: kernels that can compute it do so, although it is in memory for others.
       sliced: a kernel that reads a part of its operand reads it.
+      transposed: some reader reads it with its dims in another order, in which its kernel may write it.
       awaited: a barrier holds other buffers until it is computed.
     """
 
@@ -104,6 +107,7 @@ class Buffer:
     readers: Sequence[Kernel] = ()
     recomputed: bool = False
     sliced: bool = False
+    transposed: bool = False
     awaited: bool = False
 
     def __post_init__(self) -> None:
@@ -126,6 +130,7 @@ class Kernel:
       matmuls: the steps of the matmuls that the kernel computes.
       random_elements: the number of threefry bit patterns that the kernel computes on a device.
       from_several: it depends on more than one array (rows and scalars do not count).
+      is_softmax: it subtracts from scores the maximum of each row, which it computes itself.
       ends_chain: several kernels do not recompute it, since that takes a chain of :data:`MAX_RECOMPUTED_OPS` ops.
     """
 
@@ -139,6 +144,7 @@ class Kernel:
     is_root: bool = False
     from_several: bool = False
     ends_chain: bool = False
+    is_softmax: bool = False
     random_elements: float = 0.0
     reads: Sequence[Buffer] = ()
     writes: Sequence[Buffer] = ()
@@ -218,6 +224,7 @@ def fuse(computation: Computation, row_ratio: int) -> None:
             elif have is not readers:
                 roots[item] = tuple(dict.fromkeys((*have, *readers)))
 
+    uses = Counter(item for node in computation.nodes for item in node.ins)
     # readers first: the kernels that read an op decide whether it is a kernel itself
     for node in reversed(computation.nodes):
         if not node.traits.fusible:
@@ -256,7 +263,7 @@ def fuse(computation: Computation, row_ratio: int) -> None:
                 must |= out.must_store
         if not readers:
             continue  # dead code
-        twice = not node.from_several
+        twice = not node.from_several and not (len(readers) > 1 and _narrows_alone(node, uses, readers))
         if node.ends_chain and len(readers) > 1:
             must, twice = True, False
         if must or (len(readers) > 1 and not twice and not all(r.traits.family == "reduction" for r in readers)):
@@ -302,6 +309,20 @@ def _form_kernels(computation: Computation, row_ratio: int) -> None:
             done[node] = done[other]
         for item in read:
             item.readers = (*item.readers, other)
+
+
+def _narrows_alone(node: Kernel, uses: Mapping[Buffer, int], readers: Sequence[Kernel]) -> bool:
+    """Whether it ends a chain of ops, each of which alone reads the one before, that begins with an op on several arrays and whose
+    result has fewer bytes, for matmuls only: the gradient of scores in float32, cast for two matmuls. Only the result is stored."""
+    if not all(any(run.op.primitive.family == "dot" for run in reader.matmuls) for reader in readers):
+        return False
+    size = node.outs[0].bytes
+    while not node.from_several:
+        item = max(node.ins, key=lambda i: i.bytes, default=None)
+        if item is None or uses[item] > 1 or item.made_by is None or not item.made_by.traits.fusible:
+            return False
+        node = item.made_by
+    return size < node.outs[0].bytes
 
 
 def _slices_matmul(node: Kernel | None) -> bool:

@@ -32,11 +32,18 @@ By the TPU compiler's estimates (libtpu 0.0.42), 1024 elements of a dropout of i
 """
 
 
-PACKED_TRANSPOSE = 2.0
-"""Elements that the vector units process in the time in which they transpose one of less than 4 bytes.
+PACKED = 2.0
+"""Elements that the vector units process in the time in which they transpose one of less than 4 bytes, or write a zero.
 
 By the TPU compiler's estimates (libtpu 0.0.42), 65.5 million bfloat16 elements of a table take 431 µs on v5p, of which 112 are
-traffic; float32 elements take as long as those of other kernels.
+traffic; float32 elements take as long as those of other kernels. 4.2 million zeros take 61 µs on v5e.
+"""
+
+
+EXPONENTIALS = 0.15
+"""Elements of a softmax's exponents that count for the vector units of a matmul's kernel, which computes their exponentials.
+
+By the TPU compiler's estimates (libtpu 0.0.42) of attention in plain Llama layers on v5e and v6e.
 """
 
 
@@ -86,10 +93,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     results = {computation.outputs[k] for k in aliased_inputs(plan)} if chip.torus else set()
     kernels = list(_kernels_with_counts(computation))
     overwritten = {computation.inputs[k] for k in aliased_inputs(plan).values()}
-    in_vmem: dict[Kernel, set[Buffer]] = {}
-    if chip.torus and device.vmem is not None and chip.cores == 1:  # buffers that two cores share are in HBM
-        capacity = device.vmem - chip.compiler.vmem_reserved_bytes
-        in_vmem = buffers_in_vmem([kernel for kernel, _ in kernels], plan.program.cached(Tiles), capacity)
+    in_vmem = vmem_buffers(plan)
     for kernel, count in kernels:
         if kernel.bodies or kernel.kind is Kind.TRANSFER:  # copies to and from the host run concurrently with kernels
             continue
@@ -127,9 +131,14 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
         convolves = any(run.op.primitive.family == "conv" for run in kernel.matmuls)
         elements = elements if traffic_seconds else 0.0
         if kernel.kind is Kind.TRANSPOSE and itemsize(kernel.outs[0].value.aval) < 4:
-            elements *= PACKED_TRANSPOSE
+            elements *= PACKED
         if kernel.traits.family == "dot" and len(kernel.writes) == 1:
             elements *= chip.compiler.matmul_result_fraction
+        if kernel.is_softmax:
+            elements *= chip.compiler.fused_softmax_fraction or 1.0
+        elif kernel.matmuls:  # of exponents, the exponentials
+            exponents = (i for i in kernel.reads if i.made_by is not None and i.made_by.is_softmax)
+            elements = max([elements, *(EXPONENTIALS * i.bytes / itemsize(i.value.aval) for i in exponents)])
         if any(few_rows(run, plan.sizes) for run in kernel.matmuls):
             first = min(traffic, chip.compiler.first_tile_bytes) / device.hbm_bandwidth
             traffic_seconds = (traffic_seconds + first) / chip.compiler.row_hbm_efficiency
@@ -142,6 +151,16 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
             kernel.origin_name, kernel.origin, flops, traffic, matmul_seconds, traffic_seconds, vector, seconds, count
         )
     return out
+
+
+@cached_on_plan
+def vmem_buffers(plan: Plan) -> dict[Kernel, set[Buffer]]:
+    """Kernel → the buffers that it reads or writes in VMEM instead of HBM; empty on chips of two cores, which share HBM only."""
+    vmem = None if plan.chip is None or not plan.chip.torus or plan.chip.cores > 1 else plan.chip.per_device().vmem
+    if vmem is None:
+        return {}
+    kernels = [kernel for kernel, _ in _kernels_with_counts(computation_of(plan))]
+    return buffers_in_vmem(kernels, plan.program.cached(Tiles), vmem - plan.compiler.vmem_reserved_bytes)
 
 
 def _kernels_with_counts(computation: Computation, count: int = 1) -> Iterator[tuple[Kernel, int]]:

@@ -17,8 +17,11 @@ from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index
 from .caching import cached_on_plan, key_on_plan
 from .fusion import MAX_RECOMPUTED_OPS, Buffer, Computation, Kernel, Kind, fuse
-from .tiles import SUBLANES, Tiles
+from .tiles import LANES, SUBLANES, Tiles
 
+MAX_SOFTMAX_ROW = 2048
+"""Elements of a row up to which one kernel computes their maximum and what depends on it. The TPU compiler (libtpu 0.0.42) does so
+for 197 and 2,048 scores, and not for 32,000 logits."""
 REDUCE_RING_BUFFERS = 4
 """Chunks of a reduction ring that are live at once: two are sent while the next two are computed."""
 
@@ -53,6 +56,26 @@ def _is_softmax(node: Kernel) -> bool:
         and len(divided.ins) == 2
         and divided.ins[1].bytes * 8 <= divided.outs[0].bytes
     )
+
+
+def _fuses_softmax(node: Kernel) -> bool:
+    """Whether it subtracts from scores the maximum of each row, where one kernel computes both; the maximum is then fusible."""
+    if node.op is None or node.op.name != "sub" or len(node.ins) < 2:
+        return False
+    maximum = node.ins[1].made_by
+    while maximum is not None and maximum.traits.fusible and maximum.ins:
+        maximum = maximum.ins[0].made_by
+    if maximum is None or maximum.op is None or maximum.op.name != "reduce_max" or maximum.ins != node.ins[:1]:
+        return False
+    row = node.outs[0].value.elements // maximum.outs[0].value.elements
+    if row > MAX_SOFTMAX_ROW:
+        return False
+    maximum.traits = node.traits
+    scores = node.ins[0]
+    while scores.made_by is not None and scores.made_by.traits.fusible and scores.made_by.ins:
+        scores = max(scores.made_by.ins, key=lambda i: i.bytes)
+    scores.must_store |= row % LANES != 0  # the matmul of padded rows is a kernel of its own
+    return True
 
 
 def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], tuple[float, float]]:
@@ -164,7 +187,9 @@ class _Reader:
                 bases[item] = base
             large = [i for i in node.ins if i.bytes * 8 > size and bases.get(i, i) is not None]
             chain = 0 if node.from_several else 1 + min([self.chains.get(i, 0) for i in large], default=0)
-            node.ends_chain = chain >= MAX_RECOMPUTED_OPS or (self.plan.compiler.stores_softmax and _is_softmax(node))
+            stored = self.plan.compiler.stores_softmax and _is_softmax(node)
+            node.is_softmax = self.plan.compiler.fused_softmax_fraction is not None and _fuses_softmax(node)
+            node.ends_chain = chain >= MAX_RECOMPUTED_OPS or stored or node.is_softmax
             self.chains[item] = 0 if node.ends_chain else chain
         return item
 
@@ -272,6 +297,7 @@ class _Reader:
                 elif (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec)[0]:
                     self.out(self.node(Kind.SLICE, step, op, some), out)
                 else:
+                    view.transposed |= op.name == "transpose"
                     self.items[out] = view
             return True
         return False

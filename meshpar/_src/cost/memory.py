@@ -205,7 +205,8 @@ class _Live:
                 elif array in ends:
                     free.append(array)
                 for out in node.writes:
-                    over = next((i for i in free if (i.bytes, i.host_bytes) == (out.bytes, out.host_bytes)), None)
+                    fits = (i for i in free if (i.bytes, i.host_bytes) == (out.bytes, out.host_bytes))
+                    over = None if self.tpu and out.transposed else next(fits, None)
                     if over is not None:
                         free.remove(over)
                         self.drop(over)

@@ -25,14 +25,18 @@ from ..hardware.collective_ops import CollectiveOp
 from ..iterables import operands_first
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
+from ..plan.spec import itemsize
 from ..plan.steps import Reduce, Reshard, Run, Step
 from .buffer_roles import buffer_roles
 from .caching import cached_on_plan
+from .collective_matmul import merged_seconds, vector_seconds
 from .fusion import Buffer, Computation, Kernel, Kind
-from .kernel_time import kernel_times
+from .kernel_time import PACKED, kernel_times
 from .kernels import computation_of
 
 T = TypeVar("T", bound=Hashable)
+MIN_MERGING_DEVICES = 64
+"""The fewest devices for which the TPU compiler (libtpu 0.0.42) was observed to merge collectives of a computation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +320,7 @@ class _Clock:
             schedule.starts.append(self.now)
             for body in kernel.bodies:
                 self.now += self.bodies[body].seconds * (1 if body.trip_count is None else body.trip_count)
+                self.starts = self.now, self.now  # what is sent does not overlap with a loop
             if kernel in self.times:
                 self.now += self.times[kernel].seconds
             if copies:
@@ -333,6 +338,11 @@ class _Clock:
         self.made.update(dict.fromkeys(kernel.writes, end))
         return HostCopy(kernel, to_host, size, start, end)
 
+    def zeros_seconds(self, kernel: Kernel) -> float:
+        """Seconds of filling the result of a kernel with zeros."""
+        assert self.plan.chip is not None
+        return sum(vector_seconds(self.plan.chip, PACKED * b.bytes / itemsize(b.value.aval)) for b in kernel.writes)
+
     def send(self, kernel: Kernel, step: Step) -> Iterator[Transfer]:
         """Send the collectives of a kernel, one after the other."""
         separate, how, start = separate_collectives(step), self.overlapped.get(kernel), self.now
@@ -343,6 +353,10 @@ class _Clock:
                 yield Transfer(c, kernel, self.now, self.now + seconds, True)
                 continue
             is_async = self.plan.is_async(c.op) if how is not None else hidden_by > 0.0 and _is_concurrent(self.plan, c)
+            if how is not None and _is_merged(self.plan, c):
+                is_async, seconds = False, merged_seconds(self.plan, c)
+                if c.op == "all-gather":
+                    seconds += self.zeros_seconds(kernel)
             if not is_async:
                 start = max(start, self.now)
                 self.now = start + seconds - during
@@ -359,6 +373,21 @@ class _Clock:
                 self.sent.append(self.links_free)
             yield Transfer(c, kernel, start, start + seconds, is_async)
             start += seconds - during
+
+
+def _is_merged(plan: Plan, c: Collective) -> bool:
+    """Whether the TPU compiler makes a collective, for which no kernel waits, a part of a synchronous all-reduce.
+
+    It merges synchronous all-reduces of a computation, and makes all-gathers of small weights parts of such ones, with zeros in
+    place of other devices' shards.
+    """
+    devices = math.prod(plan.sizes[a] for a in c.axes)
+    most = plan.compiler.merged_gather_bytes
+    if not most or devices < MIN_MERGING_DEVICES or any(s.between for a in c.axes for s in plan.torus[a]):
+        return False
+    if c.op == "all-gather":
+        return c.bytes <= most
+    return c.op == "all-reduce" and not plan.is_async(c.op)
 
 
 def host_seconds(plan: Plan, size: float) -> float:

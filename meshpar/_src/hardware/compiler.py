@@ -61,6 +61,10 @@ class CompilerModel:
       min_kernel_seconds: seconds of the shortest kernel.
       stores_softmax: the result of a softmax that several matmuls read is computed by a kernel of its own; otherwise each matmul
         divides the exponentials again.
+      fused_softmax_fraction: fraction of the elements of a softmax that count for the vector units in the kernel that computes its
+        scores, their maximum and the sum of exponentials, and stores the exponents in float32; None: there is no such kernel.
+      merged_gather_bytes: bytes of an all-gather up to which it becomes a part of a synchronous all-reduce; 0: all-reduces are not
+        merged.
       option_groups: names of the :data:`hardware.options.GROUPS` that plans for this chip may use.
       quirks: names of the entries of :mod:`compat.quirks` whose workarounds this version needs on this chip.
     """
@@ -97,6 +101,8 @@ class CompilerModel:
     first_tile_bytes: int = 0
     min_kernel_seconds: float = 0.0
     stores_softmax: bool = False
+    fused_softmax_fraction: float | None = None
+    merged_gather_bytes: int = 0
     option_groups: frozenset[str] = frozenset()
     quirks: frozenset[str] = frozenset()
 
