@@ -88,7 +88,7 @@ def _idle_hints(plan: Plan) -> list[str]:
             with contextlib.suppress(MeshparError):
                 layout = plan.requested_layout.with_first(Layout(text).rules)
                 peak = memory_of(replan(plan, replace(plan.request, layout=layout))).peak
-                edits += [f"`{text}` ({format_memory(peak)})"] * (peak < memory_of(plan).peak)
+                edits += [f"`{text}` ({format_memory(peak)})"] * (peak <= (1 - MIN_SAVED_SHARE) * memory_of(plan).peak)
         if edits:
             work = f"its {plan.sizes[axis]} devices do the same work: write {', or '.join(edits)}"
             hints.append(f"no rule uses `{axis}`, so that {work}")
