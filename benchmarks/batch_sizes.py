@@ -19,6 +19,7 @@ target.
 """
 
 import argparse
+import functools
 import statistics
 import tempfile
 import time
@@ -195,23 +196,34 @@ def draw(sweeps: list[Sweep], curve: tuple[float, float], noise: float, file: Pa
     matplotlib.use("Agg")
     from matplotlib import pyplot, ticker
 
+    ink, dim, grid, blue, orange = "#1a1c22", "#5d6570", "#d9dce1", "#1f6fd0", "#b85400"  # as on the pages of plans
     sizes = np.geomspace(sweeps[0].size, sweeps[-1].size, 100)
     least, critical = curve
-    figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
-    axes.loglog(sizes, sweeps[0].steps * sweeps[0].size / sizes, ":", color="gray", label="steps ∝ 1 / batch size")
-    axes.loglog(
-        sizes, least * (1 + critical / sizes), color="tab:blue", label=f"{least:.0f} (1 + {critical:.0f} / batch size)"
+    figure, axes = pyplot.subplots(figsize=(7.2, 4), layout="constrained")
+    axes.grid(color=grid, linewidth=0.8)
+    axes.loglog(sizes, sweeps[0].steps * sweeps[0].size / sizes, ":", color=dim)
+    axes.loglog(sizes, least * (1 + critical / sizes), color=blue)
+    axes.loglog([s.size for s in sweeps], [s.steps for s in sweeps], "o", color=blue)
+    axes.axvline(noise, color=orange, linestyle="--")
+    first, middle, last = sweeps[0], sweeps[len(sweeps) // 2], sweeps[-1]
+    label = functools.partial(axes.annotate, textcoords="offset points", va="center")
+    proportional = first.steps * first.size / middle.size
+    label("steps ∝ 1 / batch size", (middle.size, proportional), (-8, 0), ha="right", color=dim)
+    text = f"measured, and\n{least:.0f} (1 + {critical:.0f} / batch size)"
+    label(text, (last.size, last.steps), (0, 44), ha="right", color=blue)
+    label(f"mp.train.noise_scale: {noise:.0f}", (noise, first.steps), (6, 0), ha="left", color=orange)
+    axes.set_title(
+        "An MLP on the digits of scikit-learn, SGD with momentum", loc="left", color=ink, fontweight="bold", fontsize=11
     )
-    axes.loglog([s.size for s in sweeps], [s.steps for s in sweeps], "o", color="tab:blue", label="measured")
-    axes.axvline(noise, color="tab:orange", linestyle="--", label=f"mp.train.noise_scale: {noise:.0f}")
-    axes.set(xlabel="batch size, digits per step", ylabel=f"steps to a held-out loss of {TARGET} nats")
-    axes.set_title("An MLP on the digits of scikit-learn, SGD with momentum", loc="left", fontsize=11)
+    axes.set_xlabel("batch size, digits per step", color=dim)
+    axes.set_ylabel(f"steps to a held-out loss of {TARGET} nats", color=dim)
     axes.set_xticks([s.size for s in sweeps], [str(s.size) for s in sweeps])
     axes.yaxis.set_major_formatter("{x:g}")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(ticker.NullFormatter())
-    axes.legend(loc="lower left")
-    figure.savefig(file, dpi=120, metadata={"Software": None})
+    axes.tick_params(which="both", color=grid, labelcolor=dim, length=0)
+    axes.spines[:].set_visible(False)
+    figure.savefig(file, dpi=160, metadata={"Software": None})
 
 
 def main() -> None:

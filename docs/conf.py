@@ -18,6 +18,8 @@ import blocks  # noqa: E402
 
 blocks.prepare()
 
+from sphinx.util.logging import getLogger  # noqa: E402
+
 import meshpar as mp  # noqa: E402
 
 logging.getLogger("absl").setLevel(logging.WARNING)  # Sphinx shows what others log
@@ -57,7 +59,7 @@ napoleon_custom_sections = [("Attributes", "params_style")]  # one line may say 
 
 
 def run_blocks(app: Any, name: str, source: list[str]) -> None:
-    """The page with the output of its blocks inserted.
+    """The page with the output of its blocks inserted, and a warning for each stored output that differs.
 
     A page that the tests have rendered into the folder `MESHPAR_PAGES` does not run again, unless a block needs a package that
     the tests may lack.
@@ -67,7 +69,7 @@ def run_blocks(app: Any, name: str, source: list[str]) -> None:
     if (folder / page).exists() and not any(block.needs for block in blocks.blocks_of(source[0])):
         source[0] = (folder / page).read_text()
     else:
-        source[0] = blocks.render(source[0], page, folder)
+        source[0] = blocks.render(source[0], page, folder, getLogger(__name__).warning)
     Path(app.outdir).mkdir(parents=True, exist_ok=True)
     for plan in folder.glob("*.html"):  # plans that blocks save, and that the page shows
         shutil.copy(plan, app.outdir)

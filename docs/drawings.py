@@ -209,8 +209,8 @@ def schedule_drawing(name: str) -> str:
     fills = [f"color-mix(in srgb, {colour(['stage'])} {n}%, var(--ink))" for n in (100, 62, 34)]
     tall = schedule.loops * height
     left, top = 78, 60
-    slots = schedule.all_slots
-    idle = f"{schedule.bubble * slots} of the {slots} slots of a stage are idle: bubble {float(schedule.bubble):.0%}"
+    slots = " + ".join(str(schedule.slots(loop)) for loop in range(schedule.loops))
+    idle = f"{schedule.bubble * schedule.all_slots} of the {slots} slots of a stage are idle: bubble {float(schedule.bubble):.0%}"
     body = [label(14, 22, f"{name}: {schedule.ticks} ticks; {idle}", "start", ' font-weight="600"')]
     body.append(label(left, 48, "tick", "end", ' font-weight="600"'))
     body += [label(left + 8 + side * (t + 0.5), 48, str(t)) for t in range(schedule.ticks)]

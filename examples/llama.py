@@ -90,27 +90,27 @@ class Config:
 
 
 _save, _and = jax.checkpoint_policies.save_only_these_names, jax.checkpoint_policies.save_from_both_policies
+_offload = functools.partial(jax.checkpoint_policies.save_and_offload_only_these_names, names_which_can_be_saved=[])
+_to_host = functools.partial(_offload, offload_src="device", offload_dst="pinned_host")
 _QKV, _MLP = ("query_proj", "key_proj", "value_proj"), ("gate_proj", "up_proj")
 _ATTENTION = _and(_save(*_QKV, "residual"), mp.train.checkpoint_policies.kernels_saveable)
-_EXCEPT_GATE = _and(_ATTENTION, _save("up_proj"))
 _MINIMAL = _and(_ATTENTION, _save(*_MLP))
 _COLLECTIVES = mp.train.checkpoint_policies.collectives_saveable
 REMAT: dict[str, Callable[..., bool] | None] = {  # residuals that a layer saves, besides its input
     "full": None,  # nothing
-    "save_out_proj": _save(
-        "residual"
-    ),  # the residual stream between the blocks, after the reduction over sharded `heads`
+    "save_out_proj": _save("residual"),  # the residual stream between the blocks, after the reduction over `heads`
+    "save_qkv_context": _and(_save(*_QKV), mp.train.checkpoint_policies.kernels_saveable),
     "save_dot_with_context_except_mlp": _ATTENTION,  # also queries, keys, values and the attention kernel's results
-    "minimal_except_gate": _EXCEPT_GATE,  # also one of the MLP's two matmuls
+    "minimal_except_gate": _and(_ATTENTION, _save("up_proj")),  # also one of the MLP's two matmuls
     "minimal_with_context": _MINIMAL,  # also the other: only norms and activations are recomputed
     "none": jax.checkpoint_policies.everything_saveable,  # all residuals of the backward pass
     "keep_collectives": _COLLECTIVES,  # results of collectives
     "minimal_with_collectives": _and(_MINIMAL, _COLLECTIVES),
+    "offload_input": _to_host(names_which_can_be_offloaded=["input"]),  # the input is stored in host memory
+    "offload_input_qkv": _to_host(names_which_can_be_offloaded=["input", *_QKV]),
+    "offload_input_qkv_out": _to_host(names_which_can_be_offloaded=["input", *_QKV, "residual"]),
 }
-EXPLICIT = (
-    "keep_collectives",
-    "minimal_with_collectives",
-)  # policies whose layers mark where the sequence is unsharded
+EXPLICIT = ("keep_collectives", "minimal_with_collectives")  # their layers mark where the sequence is unsharded
 
 LLAMA2_7B = Config(embed=4096, layers=32, heads=32, kv_heads=32, mlp=11008, vocab=32000, rope_base=10_000.0)
 LLAMA3_8B = Config(embed=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=128256)
@@ -281,9 +281,9 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, xs: tuple[jax.Array, ...], _: None) -> tuple[tuple[jax.Array, ...], None]:
-        """`xs`: interleaved microbatches, each [batch, seq, embed]. They are independent, so the collectives of one (`seq: model`,
-        `heads: model`) can overlap with the matmuls of another."""
+        """`xs`: interleaved microbatches, each [batch, seq, embed]; collectives of one can overlap with matmuls of another."""
         c = self.config
+        xs = tuple(checkpoint_name(x, "input") for x in xs)
         before, block = norm(c, "attention_norm"), Attention(c, name="attention")
         xs = tuple(checkpoint_name(x + leave(c, block(enter(c, before(x)))), "residual") for x in xs)
         before, block = norm(c, "mlp_norm"), SwiGLU(c, name="mlp")

@@ -99,7 +99,7 @@ class Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-        c = self.config
+        c, x = self.config, checkpoint_name(x, "input")
         x = checkpoint_name(x + Attention(c, name="attention")(norm(c, "attention_norm")(x)), "residual")
         y, imbalance = Experts(c, name="experts")(norm(c, "experts_norm")(x))
         return x + y, imbalance

@@ -1,5 +1,6 @@
 """Makes the pictures of the README and the docs: examples/poster.png, two layouts side by side, also in dark;
-examples/plan.png, the top of a plan's page; examples/layer.png, a layer of this plan, also in dark; and examples/lab.png, the lab.
+examples/axes.png, two orders of the axes on the chips; examples/plan.png, the top of a plan's page; examples/layer.png, a layer of
+this plan, also in dark; and examples/lab.png, the lab.
 
     python examples/pictures.py            # needs Chromium or Chrome, and Playwright: pip install -e ".[browser]"
     python examples/pictures.py --check    # exit status 1 if a plan's numbers differ from its picture
@@ -37,6 +38,7 @@ class Picture:
       title: of the page of a plan, before its devices; "": the name of the function.
       style: CSS that hides parts of the page of a plan.
       left: the words of another plan, which is compared with this one.
+      sides: titles of the two plans.
       dark: whether the page prefers dark colours.
       height: of the window with the lab; 0: a page of a plan, which is shown as a whole.
     """
@@ -46,18 +48,14 @@ class Picture:
     title: str = ""
     style: str = ""
     left: tuple[str, ...] = ()
+    sides: tuple[str, str] = ("", "")
     dark: bool = False
     height: int = 0
 
 
 SMALL_BATCH = ("examples/llama.py:llama3_8b", "--topology", "v5e:16x16", "--set", "batch=32")
 SEQUENCE = ("--layout", "batch: data; heads, kv_heads, mlp, vocab: model; embed: data; seq: model")
-SIDES = "Fastest known scheme: sequence parallel", "Found by a search: mesh axes swapped"
-"""Titles of the two plans of the poster."""
-POSTER = Picture(
-    (*SMALL_BATCH, "--mesh", "model=8, data=32", *SEQUENCE),
-    900,
-    "A train step of Llama 3 8B",
+COLUMNS = (
     ".sides { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; margin-top: 14px } "
     ".torus .wide { display: none } "
     ".side { border: 1px solid var(--line); border-radius: 8px; padding: 4px 14px } .mp .side h2 { margin: 8px 0 } "
@@ -65,10 +63,28 @@ POSTER = Picture(
     ".mp .side .parts > div { font-weight: 400; grid-template-columns: 132px 1fr 62px } .mp .side .parts b { font-weight: 650 } "
     ".mp .side mark { background: none; color: inherit; display: inline-block; padding: 2px 1px 2px 4px; "
     "border: 2.5px solid var(--a5); border-radius: 7px } "
-    ".side .down, .side .up { font-weight: 650; font-size: 18px } .mp .side .chips svg { margin: 4px auto; width: 330px }",
-    left=(*SMALL_BATCH, "--mesh", "data=32, model=8", *SEQUENCE),
+    ".side .down, .side .up { font-weight: 650; font-size: 18px } .mp .side .chips svg { margin: 4px auto; width: 330px }"
+)
+MIXTRAL = ("examples/mixtral.py:mixtral_8x7b", "--topology", "v5e:16x16", "--set", "batch=256")
+POSTER = Picture(
+    (*MIXTRAL, "--mesh", "expert=8, data=32", "--layout", "expert: expert; batch, embed: expert+data"),
+    900,
+    "A train step of Mixtral 8x7B",
+    f"{COLUMNS} .side .picture, .links {{ display: none }} .side .parts {{ margin-bottom: 10px }} "
+    ".mp .side .parts > div { grid-template-columns: 170px 1fr 62px; white-space: nowrap } "
+    ".side code, .side mark { font-size: 12px }",
+    left=(*MIXTRAL, "--mesh", "data=32, expert=8", "--layout", "expert: expert; batch: data+expert; embed: data"),
+    sides=("Fastest known scheme: expert parallel", "Found by a search"),
 )
 """The result of a search; at its left the fastest known scheme."""
+AXES = Picture(
+    (*SMALL_BATCH, "--mesh", "model=8, data=32", *SEQUENCE),
+    900,
+    "A train step of Llama 3 8B",
+    COLUMNS,
+    left=(*SMALL_BATCH, "--mesh", "data=32, model=8", *SEQUENCE),
+    sides=("Step 2: data is the first axis", "Step 3: model is the first axis"),
+)
 PLAN = Picture(
     (
         "examples/llama.py:llama3_8b",
@@ -91,6 +107,7 @@ LAYER = replace(
 PICTURES = {
     "poster.png": POSTER,
     "poster-dark.png": replace(POSTER, dark=True),
+    "axes.png": AXES,
     "plan.png": PLAN,
     "layer.png": LAYER,
     "layer-dark.png": replace(LAYER, dark=True),
@@ -98,7 +115,9 @@ PICTURES = {
         (*SMALL_BATCH, "--mesh", "data=32, model=8", "--layout", "sequence_parallel"), 1160, height=1000
     ),
 }
-PLANS = {name: picture.words for name, picture in PICTURES.items()} | {"poster.png, left": POSTER.left}
+PLANS = {name: picture.words for name, picture in PICTURES.items()} | {
+    f"{name}, left": picture.left for name, picture in (("poster.png", POSTER), ("axes.png", AXES))
+}
 """Plan of a picture → its words on the command line."""
 CROP = ".mp.mp.page { padding: 12px 16px }"
 
@@ -137,8 +156,8 @@ def part(pattern: str, page: str) -> str:
     return found[1]
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
+def duration(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def adding_up(parts: Sequence[float]) -> list[float]:
@@ -170,19 +189,19 @@ def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
         rounded = adding_up([n for _, n, _ in both])
         rows = [("<b>step</b>", seconds, both)]
         rows += [(name, n, [[css, exact, name]]) for n, (css, exact, name) in zip(rounded, both, strict=True)]
-        one_axis = [bar for bar in sorted(sent) if "+" not in bar[2]]
-        rows += [(name.replace(" over", ":"), n, [[css, n, name]]) for css, n, name in one_axis]
+        shown = [bar for bar in sorted(sent) if bar[1] > 0.02 * seconds]
+        rows += [(name.replace(" over", ":"), n, [[css, n, name]]) for css, n, name in shown]
         drawn = "".join(
             f'<div><span>{name.removesuffix(" communication")}</span><span class="track">'
             + "".join(f'<i class="{css}" style="width:{100 * n / longest:.1f}%"></i>' for css, n, _ in stack)
-            + f'</span><span class="n">{milliseconds(n)}</span></div>'
+            + f'</span><span class="n">{duration(n)}</span></div>'
             for name, n, stack in rows
         )
         torus = part(r'(<div class="picture" data-draw="drawTorus".*?</script></div>)', p)
         less = f'<span class="{"up" if change > 0 else "down"}">{same}{change:+.0f} %</span>'.replace("-", "−") * k
         sides.append(
             f'<div class="side"><h2>{titles[k]}</h2><div>mesh &nbsp;{mesh.format(meshes[k])}</div>{layout.format(layouts[k])}'
-            f'<div class="time"><b>{milliseconds(seconds)}</b>a step{less}'
+            f'<div class="time"><b>{duration(seconds)}</b>a step{less}'
             f'</div><div class="parts">{drawn}</div>{torus}</div>'
         )
     head = part(r"(<h1>.*?</h1>)", pages[0])
@@ -190,8 +209,9 @@ def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
     rules = "" if layout else f"; rules of both: {layouts[0]}"
     body = (
         f'{head}<div>{inputs}, planned{rules}</div><div class="sides">{"".join(sides)}</div><p class="dim" style="max-width:none">'
-        "exposed: kernels wait for communication. collectives: all over one mesh axis, also those that overlap with kernels. "
-        "Drawings: the chips, and the links of one group of each axis; the wider a line, the more bytes pass it.</p>"
+        "exposed: kernels wait for communication. collectives: all over these mesh axes, also those that overlap with kernels. "
+        '<span class="links">Drawings: the chips, and the links of one group of each axis; the wider a line, the more bytes pass '
+        "it.</span></p>"
     )
     return re.sub(r'(?s)(<main class="mp page">).*?(</main>|<script>)', lambda m: m[1] + body + m[2], pages[0], count=1)
 
@@ -214,7 +234,7 @@ def draw(name: str, picture: Picture) -> None:
     pages = [page_of(words) for words in (picture.left, picture.words) if words]
     if picture.title:
         pages = [re.sub(r"<h1>\w+", f"<h1>{picture.title}", page) for page in pages]
-    text = compared(pages, SIDES) if picture.left else pages[0]
+    text = compared(pages, picture.sides) if picture.left else pages[0]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.html"
         file.write_text(text.replace("</style>", f"{CROP} {picture.style}</style>", 1))

@@ -396,7 +396,7 @@ OTHERS = [  # (class, call, texts of the error)
     ),
     (
         E.MeshError,
-        lambda: mp.plan(lambda x: x, shape(8), mesh="data=3, model=2", topology="v5e:4x4"),
+        lambda: mp.plan(lambda x: x, shape(8), mesh="data=3, model=2", topology="v5e:4x4", layout=""),
         ['fix     make the sizes multiply to 16: mesh="data=8, model=2", or write -1'],
     ),
     (

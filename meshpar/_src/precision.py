@@ -34,7 +34,7 @@ class Precision:
     dtype of the weights. Scalars and integers are not converted.
 
     With a format, ``Precision("float8")``, the function gets its weights in bfloat16, and each matmul of a weight, and both of its
-    backward pass, multiply codes in 8 or 4 bits with scales (:mod:`formats <meshpar._src.layers.scaled_matmul>`). The function is
+    backward pass, multiply codes in 8 or 4 bits with scales. The function is
     traced and its matmuls are replaced, so no model is edited. Weights are all-gathered as codes and scales.
 
     ``"float8"``
@@ -159,7 +159,9 @@ class Precision:
                 )
 
             def call(weights: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-                (kwargs if name in kwargs else args)[name if name in kwargs else argnum] = weights
+                if name in kwargs:
+                    return fn(*args, **kwargs | {name: weights})
+                args[argnum] = weights
                 return fn(*args, **kwargs)
 
             weights = kwargs[name] if name in kwargs else args[argnum]

@@ -134,6 +134,22 @@ def test_a_stale_stored_output_is_an_error_and_can_be_rewritten():
     assert blocks.with_stored_output(STORED.format(2), "page.md") == STORED.format(1)
 
 
+def test_a_build_reports_a_stale_output_and_shows_the_printed_one():
+    reported = []
+    assert "\n1\n" in blocks.rendered(STORED.format(2), "page.md", reported.append)
+    assert len(reported) == 1
+
+
+def test_rounding_errors_are_not_compared():
+    stored = "✓ data=2  largest difference 1.7e-06 in mlp/up"
+    page = STORED.format(stored).replace(
+        "print(1)", f"print({stored.replace('1.7e-06 in mlp/up', '4.0e-07 in out')!r})"
+    )
+    assert "4.0e-07 in out" in blocks.rendered(page, "page.md")
+    with pytest.raises(ValueError, match="differs"):
+        blocks.rendered(page.replace("print('✓", "print('✗"), "page.md")
+
+
 def test_pages_import_the_examples_of_their_own_folder(monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.endswith("examples")])
     monkeypatch.delitem(sys.modules, "llama", raising=False)

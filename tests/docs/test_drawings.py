@@ -15,10 +15,11 @@ def test_a_stored_drawing_is_current(name):
 def test_the_bubble_of_a_schedule_is_the_idle_slots_that_are_drawn(name):
     text = drawings.schedule_drawing(name)
     idle, slots = (text.count(fill) for fill in ('fill="var(--line)"', "<rect "))
-    (said,) = re.findall(r"(\d+) of the (\d+) slots of a stage are idle: bubble (\d+)%", text)
+    (said,) = re.findall(r"(\d+) of the ([\d+ ]+) slots of a stage are idle: bubble (\d+)%", text)
     assert 4 * int(said[0]) == idle - 1  # the legend has one
-    assert 4 * int(said[1]) == slots - 1 - text.count('height="12"')  # the background, the legend
-    assert int(said[2]) == round(100 * int(said[0]) / int(said[1]))
+    of_a_stage = sum(map(int, said[1].split(" + ")))  # in each loop of the stage
+    assert 4 * of_a_stage == slots - 1 - text.count('height="12"')  # the background, the legend
+    assert int(said[2]) == round(100 * int(said[0]) / of_a_stage)
 
 
 def test_a_sharded_tensor_has_the_devices_of_each_distinct_shard_and_lines_between_shards():

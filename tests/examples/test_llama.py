@@ -210,6 +210,7 @@ def test_saved_residuals_use_memory_and_shorten_the_step():
     kept = {
         "full": 0,
         "save_out_proj": residual,
+        "save_qkv_context": qkv + kernel,
         "save_dot_with_context_except_mlp": residual + qkv + kernel,
         "minimal_except_gate": residual + qkv + kernel + 2 * c.mlp,
         "minimal_with_context": residual + qkv + kernel + 2 * 2 * c.mlp,
@@ -219,6 +220,11 @@ def test_saved_residuals_use_memory_and_shorten_the_step():
     saved = {remat: plan.memory.by_kind["saved activations"] for remat, plan in plans.items()}
     for remat, n in kept.items():
         assert saved[remat] - saved["full"] == pytest.approx(32 * tokens * n, rel=0.03), remat
+    on_host = planned(llama.FSDP, remat="offload_input_qkv_out", **how).memory
+    assert on_host.host == 32 * tokens * (2 * residual + qkv)
+    assert saved["full"] - on_host.by_kind["saved activations"] == pytest.approx(
+        32 * tokens * residual, rel=0.03
+    )  # inputs
     peaks = [plan.memory.peak for plan in plans.values()]
     assert peaks == sorted(peaks)
     del plans["save_out_proj"]  # it spares a sum over a split `heads`: there is none

@@ -630,8 +630,11 @@ def test_rows_of_one_kind_and_cost_are_one_row():
         for t, s in ((1.1, {"data": 8, "model": 1, "third": 2}), (1.105, {"data": 8, "model": 2}))
     )
     smaller = candidate("batch: data; mlp: model", 1.0, peak=0.5, data=4, model=4)
+    known, far = (candidate("batch: data; mlp: model", t, name="megatron", data=8, model=4) for t in (1.104, 1.109))
     shown = one_per_kind([best, same, named, other_kind, slower, slower_too, smaller])
     assert shown == [best, named, other_kind, slower, smaller]
+    assert one_per_kind([best, slower, known]) == [best, known]  # as long: the known scheme in its place
+    assert one_per_kind([best, slower, far]) == [best, slower, far]
 
 
 @pytest.mark.parametrize("values", [2, "full", (), [], {1, 2}, None])

@@ -455,8 +455,7 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
             with quiet(), contextlib.suppress(MeshparError):
                 other = plan.replan(layout=layout)
                 if fits(other) and other.seconds is not None:
-                    text = name if layout == scheme() else f'"{layout}"'
-                    found.append((other.seconds, other.memory.peak, text))
+                    found.append((other.seconds, other.memory.peak, name if layout == scheme() else f'"{layout}"'))
     seconds, peak, name = min(found, default=(math.inf, 0.0, ""))
     if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
         return f"--layout {name}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory, on the same mesh"

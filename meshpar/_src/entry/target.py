@@ -86,8 +86,11 @@ def load_target(text: str, options: Mapping[str, Any] | None = None, arguments: 
         kind = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise TargetError(f"{text} returned {kind}", fixes=[_SHAPE])
     where = arguments if ":" in arguments else f"{text.rpartition(':')[0]}:{arguments}"
-    args, *how = _called(where, *_function(where), options, "it returns the tuple of the step's arguments")
-    return Target(text, function, tuple(args) if isinstance(args, tuple | list) else (args,), None, offered, *how)
+    args, options, open_ended = _called(
+        where, *_function(where), options, "it returns the tuple of the step's arguments"
+    )
+    args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    return Target(text, function, args, None, offered, options, open_ended)
 
 
 def _function(text: str) -> tuple[ModuleType, Callable[..., Any]]:

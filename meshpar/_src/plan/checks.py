@@ -127,11 +127,8 @@ def _inferred_names(program: Program, dim: str) -> list[str]:
         separate = any(vote and vote.name == "head_dim" for vote in votes)
         for node, size, vote in zip(v.nodes, v.shape, votes, strict=False):
             if vote is not None:
-                width = 1 if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
-                text = (
-                    f"{size}" if width in (1, size) else f"{size // width} × {width}"
-                )  # heads and head_dim in one dim
-                sizes[vote.name][text] = None
+                width = size if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
+                sizes[vote.name][f"{size // width} × {width}" if width < size else f"{size}"] = None  # with head_dim
     meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
     shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
     return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import MeshparError
@@ -70,7 +70,7 @@ def memory_hints(plan: Plan) -> list[str]:
         if state := _state_hint(plan):
             return [state, *filter(None, hints)]
         idle = _idle_hints(plan)
-        hints = [*idle, *hints, None if idle else _rule_hint(plan), _activations_hint(plan)]
+        hints = [*idle, *hints, _rule_hint(plan, idle_axes(plan) if idle else []), _activations_hint(plan)]
     return [hint for hint in hints if hint]
 
 
@@ -90,8 +90,8 @@ def _idle_hints(plan: Plan) -> list[str]:
                 peak = memory_of(replan(plan, replace(plan.request, layout=layout))).peak
                 edits.append(f"`{text}` ({format_memory(peak)})")
         if edits:
-            work = f"no rule uses `{axis}`, so that its {plan.sizes[axis]} devices do the same work"
-            hints.append(f"{work}: write {', or '.join(edits)}")
+            work = f"its {plan.sizes[axis]} devices do the same work: write {', or '.join(edits)}"
+            hints.append(f"no rule uses `{axis}`, so that {work}")
     return hints
 
 
@@ -170,9 +170,14 @@ def rule_gains(plan: Plan) -> defaultdict[str, float]:
     return gains
 
 
-def _rule_hint(plan: Plan) -> str | None:
-    """The rule that, at the end of the layout, saves most memory of arguments; None: none saves a considerable part."""
+def _rule_hint(plan: Plan, without: Sequence[str]) -> str | None:
+    """The rule that, at the end of the layout, saves most memory of arguments; None: none saves a considerable part.
+
+    A rule for an axis of ``without``, or one that makes a pipeline although another one saves memory, is no such rule.
+    """
     gains = rule_gains(plan)
+    for rule in [rule for rule in gains if rule.partition(": ")[2] in without]:
+        del gains[rule]
     stacks = {loop.dim for loop in plan.program.traced.cached(layer_loops)}
     rule = max(gains, key=lambda rule: (rule.partition(":")[0] not in stacks, gains[rule]), default="")
     if gains[rule] < MIN_SAVED_SHARE * memory_of(plan).peak:

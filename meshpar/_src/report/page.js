@@ -675,15 +675,18 @@ function drawRoofline(place, data) {
   const xs = [Math.min(...each("intensity"), ridge / 4) / 1.6, Math.max(...each("intensity"), ridge * 4) * 1.6];
   const ys = [Math.min(...each("rate"), data.flops / 8) / 1.6, data.flops * 1.8];
   const rate = (n) => `${Number((n / 1e12).toPrecision(3))} TFLOP/s`;
-  const powers = ([a, b]) => Array.from({ length: 40 }, (_, k) => 10 ** (k - 6)).filter((p) => p >= a && p <= b);
+  const ticks = ([a, b]) => { // powers of ten, with 2 and 5 between them where there are few
+    const within = (leads) => Array.from({ length: 40 }, (_, k) => leads.map((lead) => lead * 10 ** (k - 6))).flat().filter((p) => p >= a && p <= b);
+    return within([1]).length > 3 ? within([1]) : within([1, 2, 5]);
+  };
   return () => {
     const width = Math.min(place.clientWidth || 800, 760), height = Math.max(220, Math.min(300, width * 0.42));
     const [l, r, t, b] = [width < 480 ? 64 : 86, width - 8, 22, height - 34];
     const X = (i) => l + ((r - l) * Math.log(i / xs[0])) / Math.log(xs[1] / xs[0]), Y = (f) => b - ((b - t) * Math.log(f / ys[0])) / Math.log(ys[1] / ys[0]);
     const text = (x, y, string, more = {}) => make("text", { x, y, "font-size": 11, fill: "var(--dim)", ...more }, string);
     const grid = [
-      ...powers(xs).flatMap((p) => [make("line", { x1: X(p), x2: X(p), y1: t, y2: b, class: "grid" }), text(X(p), b + 14, `${p >= 1e4 ? p.toExponential(0).replace("+", "") : p}`, { "text-anchor": "middle" })]),
-      ...powers(ys).flatMap((p) => [make("line", { x1: l, x2: r, y1: Y(p), y2: Y(p), class: "grid" }), text(l - 6, Y(p) + 4, rate(p), { "text-anchor": "end" })]),
+      ...ticks(xs).flatMap((p) => [make("line", { x1: X(p), x2: X(p), y1: t, y2: b, class: "grid" }), text(X(p), b + 14, `${p >= 1e4 ? p.toExponential(0).replace("+", "") : Number(p.toPrecision(1))}`, { "text-anchor": "middle" })]),
+      ...ticks(ys).flatMap((p) => [make("line", { x1: l, x2: r, y1: Y(p), y2: Y(p), class: "grid" }), text(l - 6, Y(p) + 4, rate(p), { "text-anchor": "end" })]),
     ];
     const left = Math.max(xs[0], ys[0] / data.bandwidth);
     const roofLine = make("path", { class: "roof", d: `M${X(left)} ${Y(roof(left))}L${X(ridge)} ${Y(data.flops)}H${r}` });

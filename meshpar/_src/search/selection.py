@@ -182,17 +182,24 @@ def one_per_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The candidates without those that differ little from an earlier one.
 
     Those are of the same kind, with step time and peak within ``POLICY.same_row_fraction``. Of such candidates the first is shown,
-    which is the best; those with names are always shown.
+    which is the best; those with names are always shown, in place of one without a name that takes as long.
     """
     shown: list[Candidate] = []
     by_kind: dict[object, list[int]] = {}
     for candidate in candidates:
         similar = by_kind.setdefault(candidate.kind, [])
         at = next((k for k in similar if _similar(shown[k].row, candidate.row)), None)
-        if at is None or candidate.row.name:
+        if at is None or (candidate.row.name and (at == 0 or shown[at].row.name or _gains(shown[at], candidate))):
             similar.append(len(shown))
             shown.append(candidate)
+        elif candidate.row.name:
+            shown[at] = candidate
     return shown
+
+
+def _gains(one: Candidate, other: Candidate) -> bool:
+    """Whether the step of a candidate is shorter than that of another one by ``POLICY.min_gain_fraction``."""
+    return one.row.seconds < (1 - POLICY.min_gain_fraction) * other.row.seconds
 
 
 def _similar(one: Row, other: Row) -> bool:
