@@ -36,9 +36,7 @@ def test_codes_times_scales(name, gradient):
     x[::7] = 0
     q = jax.jit(lambda x: FORMATS[name].encode(x, {1: b}, "x", gradient))(x)
     common = 1 if q.exponent is None else np.asarray(power(q.exponent))
-    np.testing.assert_array_equal(
-        np.asarray(q.values, np.float32) * common, encoded(name, x, (1, b), gradient)
-    )
+    np.testing.assert_array_equal(np.asarray(q.values, np.float32) * common, encoded(name, x, (1, b), gradient))
 
 
 def test_stochastic_rounding_has_no_bias():
