@@ -164,7 +164,8 @@ class DimUses:
             self._walk(body, flags | {a: depends and a in carries for a, b in arguments if b is None})
             results = body.outs()
             if len(results) == len(op.outs):  # not the condition of a loop
-                computed = [a or self._is_data.get(r, False) for a, r in zip(computed, results, strict=True)]
+                pairs = zip(computed, results, strict=True)
+                computed = [a or (r is not None and self._is_data.get(r, False)) for a, r in pairs]
             for out in op.outs:
                 own = next((r for r in results if r is not None and r.nodes is out.nodes), None)
                 self._sources[out] = self._sources.get(own, frozenset((op,))) if own is not None else frozenset((op,))

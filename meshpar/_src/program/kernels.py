@@ -376,8 +376,9 @@ class Kernel:
             assert work is not None
             size, one = alone(avals)
             each = work(one, parts)
-            numbers = (each.flops, each.memory, each.backward, each.model_flops)
-            return KernelWork(*(None if n is None else size * n for n in numbers))
+            numbers = (each.flops, each.backward, each.model_flops)
+            flops, back, model = (None if n is None else size * n for n in numbers)
+            return KernelWork(flops, size * each.memory, back, model)
 
         return Kernel(
             fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None,

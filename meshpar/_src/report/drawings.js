@@ -201,7 +201,8 @@ function layerNodes({ inputs, weights, steps, dims }) {
       const is = (one) => one.ops.length && !sums.has(one), carried = active.every((shard) => stream.has(shard));
       const ends = [...sources].filter((one) => ![...sources].some((other) => other !== one && after(other, one)));
       const sum = !step.moves && !step.path && step.op === "add" && active.length === 2 && active.some((shard) => stream.has(shard));
-      if (!step.moves && !path && !step.sends.length && sources.size === 1 && !is(ends[0]) && /^(convert_element_type|name|reshape)\b/.test(step.op)) { // the same array
+      const same = !step.moves && !step.sends.length && sources.size === 1;
+      if (same && (/^name\b/.test(step.op) || (!path && !is(ends[0]) && /^(convert_element_type|reshape)\b/.test(step.op)))) { // the same array
         step.makes.forEach((shard) => { made.set(shard, ends[0]); if (carried) stream.add(shard); });
         continue;
       }
@@ -223,19 +224,19 @@ function layerNodes({ inputs, weights, steps, dims }) {
   const names = (node) => node.ops.length && node.ops.every(({ op }) => op.startsWith("name")) && !nodes.some((other) => other.sources.has(node)); // computes nothing
   const shown = nodes.filter((node) => node === start || (node.sources.size && !names(node)));
   const paths = shown.filter((node) => node.ops.length && node.path).map((node) => node.path.split("/"));
-  const common = paths.length ? paths[0].findIndex((part, k) => paths.some((path) => path[k] !== part)) : 0;
+  const first = paths[0] ?? [], common = first.filter((_, k) => paths.every((path) => first.slice(0, k + 1).every((part, j) => path[j] === part))).length; // parts of all paths
   const gate = ([op, colour, axes, bytes, seconds, exposed, why]) => {
     const waits = exposed == null ? "" : exposed < 0.01 * seconds ? ", hidden" : `, ${secondsText(exposed)} of it exposed`;
     return { text: op, colour, axes, bytes, hidden: exposed != null && exposed < 0.5 * seconds, waits, why, cost: bytesText(bytes) + (seconds ? `, ${secondsText(seconds)}` : "") };
   };
   const attends = ({ path, ops }) => !path && ops.filter((op) => op.matmul).length > 1 && ops.some(({ op }) => op === "exp");
   const timed = steps.some((step) => step.seconds);
-  const nameOf = (path) => (path.slice(-2).join("/").length < 16 ? path.slice(-2).join("/") : path.at(-1)); // as wide as a box
+  const nameOf = (path) => (path.slice(-2).join("/").length < 16 ? path.slice(-2).join("/") : path.at(-1) ?? ""); // as wide as a box
   return shown.map((node) => {
     const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
     const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
     return {
-      name: (node.ops.length && (common < 0 ? "" : nameOf(path.slice(common)))) || (attends(node) && "attention") || ((main?.matmul || main?.op !== "add" || (!paths.length && node.weights.size)) && main?.title) || main?.op || "", part: node.ops.length > 0,
+      name: (node.ops.length && nameOf(path.slice(common))) || (attends(node) && "attention") || ((main?.matmul || main?.op !== "add" || (!paths.length && node.weights.size)) && main?.title) || main?.op || "", part: node.ops.length > 0,
       about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : timed && node.ops.length ? "fused" : "", gates: node.sends.map(gate),
       weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
       sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),
