@@ -713,7 +713,7 @@ OPTIONS = {
 CASES = [(command, *case) for command, cases in OPTIONS.items() for case in cases]
 ELSEWHERE = set(
     """--help --set --args --dims --names --json --debug --html --open --csv --steps --port --no-browser --devices --ints --tokens
-    --write""".split()
+    --write --brief""".split()
 )
 """Options that no call of the API takes; they have tests of their own."""
 

@@ -108,7 +108,7 @@ def test_options_change_no_number(real, losses, options, lowering):
     ("options", "says"),
     [
         ({"batch": 6, "interleave": 4}, "batch of 6 cannot be divided into interleave=4 microbatches"),
-        ({"remat": "minimla"}, r"no remat 'minimla'; there are full, .*minimal_with_context"),
+        ({"remat": "minimla"}, r"no remat 'minimla'\n.*did you mean .*minimal_with_context"),
         ({"attention": "flsah"}, "no attention 'flsah'"),
         ({"attention": "splash"}, "a multiple of 128, not 16"),
         ({"rotary": "thirds"}, "no rotary 'thirds'; there are halves, matmul"),

@@ -225,10 +225,12 @@ def test_an_op_on_a_partial_value_is_that_of_the_unsharded_run(dtype, kind, ever
 
 
 def test_every_primitive_with_a_law_has_a_case():
-    """Except primitives that other tests cover: explicit specs, sums of cotangents."""
+    """Except primitives that other tests cover: explicit specs, sums of cotangents, scaled matmuls."""
     cases = {name for dtype in KINDS for name, _ in cases_of(dtype)}
     lawful = {name for name, entry in PRIMITIVES.items() if entry.partial}
-    assert lawful - cases == {"place", "sharding_constraint", "reshard", "add_any"}
+    assert lawful - cases == {
+        "place", "sharding_constraint", "reshard", "add_any", "in_blocks", "times_power_of_two"
+    }  # fmt: skip
 
 
 def assert_laws_are_used(plan, names, dtype, kind):

@@ -381,7 +381,7 @@ def prove(
       >>> proof.proven, proof.share
       (True, 1.0)
       >>> local = lambda x: jax.lax.psum(x.sum(), "data")
-      >>> own = jax.shard_map(local, mesh=mp.mesh("data=8"), in_specs=P("data"), out_specs=P())
+      >>> own = jax.shard_map(local, mesh=mp.mesh("data=8"), in_specs=jax.P("data"), out_specs=jax.P())
       >>> mp.prove(lambda x: x.sum(), jax.ShapeDtypeStruct((64,), "float32"), program=own).status
       'proven'
     """
