@@ -67,7 +67,7 @@ COLUMNS = (
 )
 MIXTRAL = ("examples/mixtral.py:mixtral_8x7b", "--topology", "v5e:16x16", "--set", "batch=256")
 POSTER = Picture(
-    (*MIXTRAL, "--mesh", "expert=8, data=32", "--layout", "expert: expert; batch, embed: expert+data"),
+    (*MIXTRAL, "--mesh", "expert=8, data=32", "--layout", "expert: expert; batch: expert+data; embed: data"),
     900,
     "A train step of Mixtral 8x7B",
     f"{COLUMNS} .side .picture, .links {{ display: none }} .side .parts {{ margin-bottom: 10px }} "
