@@ -79,15 +79,8 @@ def inferred_dims(program: Program) -> dict[str, tuple[Vote | None, ...]]:
     Args:
       program: its own names win, where it has some.
     """
-    namer, found = _Namer(DimUses(program)), {}
-    values = [*namer.uses.weights, *namer.uses.data]
-    paths = Counter(value.path for value in program.inputs)
-    for value in values:
-        if value.path and paths[value.path] == 1:  # a positional and a keyword argument may have one name
-            own = [name if name and name.isidentifier() else None for name in program.dims(value)]
-            given = [Vote(name, GIVEN, "given") if name else None for name in own]
-            found[value.path] = namer.named(value, given)
-    return found
+    uses = DimUses(program)
+    return _names_of(program, uses, [*uses.weights, *uses.data])
 
 
 def inferred_dims_of_data(program: Program) -> dict[str, tuple[Vote | None, ...]]:
@@ -96,8 +89,19 @@ def inferred_dims_of_data(program: Program) -> dict[str, tuple[Vote | None, ...]
     uses = DimUses(program)
     if any(program.dim_name(value, uses.batch_dim[value]) for value in uses.data):
         return {}
-    paths = {value.path for value in uses.data}
-    return {path: dims for path, dims in inferred_dims(program).items() if path in paths}
+    return _names_of(program, uses, uses.data)
+
+
+def _names_of(program: Program, uses: DimUses, values: Sequence[Value]) -> dict[str, tuple[Vote | None, ...]]:
+    """A name for each dim of each of these arguments, by its tree path."""
+    namer, found = _Namer(uses), {}
+    paths = Counter(value.path for value in program.inputs)
+    for value in values:
+        if value.path and paths[value.path] == 1:  # a positional and a keyword argument may have one name
+            own = [name if name and name.isidentifier() else None for name in program.dims(value)]
+            given = [Vote(name, GIVEN, "given") if name else None for name in own]
+            found[value.path] = namer.named(value, given)
+    return found
 
 
 def inferred_names(program: Program) -> dict[str, list[tuple[int, Vote]]]:
