@@ -58,24 +58,30 @@ def _is_softmax(node: Kernel) -> bool:
     )
 
 
-def _fuses_softmax(node: Kernel) -> bool:
-    """Whether it subtracts from scores the maximum of each row, where one kernel computes both; the maximum is then fusible."""
+def _fused_maximum(node: Kernel) -> Kernel | None:
+    """The maximum of each row that an op subtracts from scores, where one kernel computes both; None elsewhere."""
     if node.op is None or node.op.name != "sub" or len(node.ins) < 2:
-        return False
+        return None
     maximum = node.ins[1].made_by
     while maximum is not None and maximum.traits.fusible and maximum.ins:
         maximum = maximum.ins[0].made_by
     if maximum is None or maximum.op is None or maximum.op.name != "reduce_max" or maximum.ins != node.ins[:1]:
-        return False
-    row = node.outs[0].value.elements // maximum.outs[0].value.elements
-    if row > MAX_SOFTMAX_ROW:
-        return False
-    maximum.traits = node.traits
+        return None
+    return maximum if _row(node, maximum) <= MAX_SOFTMAX_ROW else None
+
+
+def _row(node: Kernel, maximum: Kernel) -> int:
+    """The number of elements in a row of scores."""
+    return node.outs[0].value.elements // maximum.outs[0].value.elements
+
+
+def _fuse_maximum(node: Kernel, maximum: Kernel) -> None:
+    """Have the kernel that subtracts the maxima from scores compute these maxima."""
+    node.is_softmax, maximum.traits = True, node.traits
     scores = node.ins[0]
     while scores.made_by is not None and scores.made_by.traits.fusible and scores.made_by.ins:
         scores = max(scores.made_by.ins, key=lambda i: i.bytes)
-    scores.must_store |= row % LANES != 0  # the matmul of padded rows is a kernel of its own
-    return True
+    scores.must_store |= _row(node, maximum) % LANES != 0  # the matmul of padded rows is a kernel of its own
 
 
 def _byte_table(program: Program, *key: Any) -> dict[tuple[Value, Spec], tuple[float, float]]:
@@ -188,7 +194,9 @@ class _Reader:
             large = [i for i in node.ins if i.bytes * 8 > size and bases.get(i, i) is not None]
             chain = 0 if node.from_several else 1 + min([self.chains.get(i, 0) for i in large], default=0)
             stored = self.plan.compiler.stores_softmax and _is_softmax(node)
-            node.is_softmax = self.plan.compiler.fused_softmax_fraction is not None and _fuses_softmax(node)
+            fuses = self.plan.compiler.fused_softmax_fraction is not None
+            if fuses and (maximum := _fused_maximum(node)) is not None:
+                _fuse_maximum(node, maximum)
             node.ends_chain = chain >= MAX_RECOMPUTED_OPS or stored or node.is_softmax
             self.chains[item] = 0 if node.ends_chain else chain
         return item

@@ -45,14 +45,9 @@ def with_notes(plan: Plan) -> Plan:
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
     if inferred := plan.program.traced.inferred:
-        of = (
-            ""
-            if any(v.kind == "params" and v.path in inferred for v in plan.program.inputs)
-            else f" of {', '.join(inferred)}"
-        )
-        notes.append(
-            f"the names of dims{of} are inferred from their uses: mp.infer_dims or `meshpar names` lists the names"
-        )
+        weights = any(v.kind == "params" and v.path in inferred for v in plan.program.inputs)
+        names = "the names of dims" + f" of {', '.join(inferred)}" * (not weights)
+        notes.append(f"{names} are inferred from their uses: mp.infer_dims or `meshpar names` lists the names")
     unused = sorted({r.dim for r in plan.layout.rules if r.axes} - plan.program.all_names())
     if unused:
         fix = [f"; {line}" for line in sequence_name(plan.program, unused)]
@@ -70,14 +65,17 @@ def with_notes(plan: Plan) -> Plan:
 
 def _scaled_matmuls(plan: Plan) -> str | None:
     """A note of the matmuls whose operands have scales, and of the dtype in which the chip computes them; None: there are none."""
-    ops = [] if (chip := plan.chip) is None else list(plan.program.root.walk())
+    if (chip := plan.chip) is None:
+        return None
+    ops = list(plan.program.root.walk())
     codes = sum(op.primitive.family == "dot" and "float8" in str(op.eqn.invars[0].aval.dtype) for op in ops)
-    blocks = {str(max(op.eqn.params["blocks"])) for op in ops if op.name == "in_blocks"}
-    if chip is not None and codes:
+    if codes:
         how = "natively on" if chip.float8 else "converted to bfloat16 by the compiler of"
         return f"{codes} matmuls of the program multiply float8 operands, {how} {chip.name}"
-    text = "matmuls of operands with scales for blocks of {} are emulated on {}: codes times scales in bfloat16"
-    return text.format(", ".join(sorted(blocks)), chip.name) if chip is not None and blocks else None
+    if blocks := {str(max(op.eqn.params["blocks"])) for op in ops if op.primitive.family == "blocks"}:
+        sizes = ", ".join(sorted(blocks))
+        return f"matmuls with scales for blocks of {sizes} are emulated on {chip.name}: codes times scales in bfloat16"
+    return None
 
 
 def _slice_traffic(plan: Plan) -> str | None:

@@ -214,7 +214,7 @@ class _Planner:
                 group.insert(0, control.plan(op, self.ops))
             elif op not in control.accumulations or not control.add(op):
                 emitter.run(op, self.decision(op))
-                if op.name == "in_blocks":
+                if op.primitive.family == "blocks":
                     check_blocks(op, emitter.current[op.outs[0]].spec, self.assignment)
                 self.defer(op)
 

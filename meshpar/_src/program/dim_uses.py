@@ -148,8 +148,10 @@ class DimUses:
                 self._record(op)
 
     def _body(self, op: Op, depends: bool) -> list[bool]:
-        """Walk the bodies of an op; returns which results are data: those that are in a body, such as not the weights that a loop
-        of NNX returns. The carries of a loop are data if any operand is; its stacks of weights are layers."""
+        """Walk the bodies of an op; returns which results are data, as in the bodies: weights that a loop returns are none.
+
+        The carries of a loop are data if any operand is; its stacks of weights are layers.
+        """
         loop = op.primitive.loop
         computed = [False] * len(op.outs)
         for body, operands in zip(op.frames, operands_of_bodies(op.eqn, op.ins), strict=True):

@@ -202,7 +202,7 @@ function layerNodes({ inputs, weights, steps, dims }) {
       const ends = [...sources].filter((one) => ![...sources].some((other) => other !== one && after(other, one)));
       const sum = !step.moves && !step.path && step.op === "add" && active.length === 2 && active.some((shard) => stream.has(shard));
       const same = !step.moves && !step.sends.length && sources.size === 1;
-      if (same && (/^name\b/.test(step.op) || (!path && !is(ends[0]) && /^(convert_element_type|reshape)\b/.test(step.op)))) { // the same array
+      if (same && (/^name(_dims)?$/.test(step.op) || (!path && !is(ends[0]) && /^(convert_element_type|reshape)\b/.test(step.op)))) { // the same array
         step.makes.forEach((shard) => { made.set(shard, ends[0]); if (carried) stream.add(shard); });
         continue;
       }
@@ -221,8 +221,7 @@ function layerNodes({ inputs, weights, steps, dims }) {
       step.makes.forEach((shard) => made.set(shard, node));
     }
   }
-  const names = (node) => node.ops.length && node.ops.every(({ op }) => op.startsWith("name")) && !nodes.some((other) => other.sources.has(node)); // computes nothing
-  const shown = nodes.filter((node) => node === start || (node.sources.size && !names(node)));
+  const shown = nodes.filter((node) => node === start || node.sources.size);
   const paths = shown.filter((node) => node.ops.length && node.path).map((node) => node.path.split("/"));
   const first = paths[0] ?? [], common = first.filter((_, k) => paths.every((path) => first.slice(0, k + 1).every((part, j) => path[j] === part))).length; // parts of all paths
   const gate = ([op, colour, axes, bytes, seconds, exposed, why]) => {

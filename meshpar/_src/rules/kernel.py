@@ -30,7 +30,7 @@ def kernel(eqn, ins, outs) -> OpRule:
 def _local_kernel(op: LocalOp, *xs: Any) -> list[Any]:
     """The results of the user's local function on this device's shards, and the axes of every factor name."""
     kernel = op.params["kernel"]
-    kernel = (kernel, *kernel.forms)[op.number]
+    kernel = (kernel, *kernel.forms)[op.form]
     names = kernel.sizes([v.aval.shape for v in op.eqn.invars], [v.aval.shape for v in op.eqn.outvars])
     axes = {f: op.axes_of((i,)) for i, f in enumerate(names)}
 

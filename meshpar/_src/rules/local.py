@@ -39,7 +39,7 @@ class AnyOp(Protocol):
     outs: list[Any]
 
 
-def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes, number: int = 0) -> list[Any]:
+def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes, form: int = 0) -> list[Any]:
     """One device's shards of an op's results, inside a ``shard_map``.
 
     Args:
@@ -47,16 +47,16 @@ def run_local(op: AnyOp, axes: Axes, xs: Sequence[Any], sizes: Sizes, number: in
       axes: the axes over which every factor of the rule is split.
       xs: the shards of the operands.
       sizes: axis sizes; a :class:`~rules.spmd.Grid` for a factored mesh.
-      number: of the form of a kernel.
+      form: of a kernel with several forms: 0, or one more than an index of its other forms.
 
     Returns:
       The shards of the results, partial over the axes of factors that the rule reduces (:meth:`OpRule.partial_factors`).
 
     """
-    form = primitive(op.name).local
-    if form is None:
+    local = primitive(op.name).local
+    if local is None:
         return bind(op.eqn, xs, plain_params(op.eqn.params))
-    return form(op if op.rule is None else LocalOp(op, axes, sizes, number), *xs)
+    return local(op if op.rule is None else LocalOp(op, axes, sizes, form), *xs)
 
 
 def check_local(op: AnyOp, axes: Axes, sizes: Mapping[str, int]) -> None:
@@ -144,13 +144,13 @@ class LocalOp:
       axes: the axes over which every factor is split.
       sizes: axis sizes.
       params: of the equation, without shardings.
-      number: of the form of a kernel: 0, or one more than an index of its other forms.
+      form: as of :func:`run_local`.
     """
 
-    def __init__(self, op: AnyOp, axes: Axes, sizes: Sizes, number: int = 0):
+    def __init__(self, op: AnyOp, axes: Axes, sizes: Sizes, form: int = 0):
         assert op.rule is not None
         self.eqn, self.name, self.rule, self.operands = op.eqn, op.name, op.rule, op.ins
-        self.axes, self.sizes, self.number = axes, sizes, number
+        self.axes, self.sizes, self.form = axes, sizes, form
         self.params = plain_params(op.eqn.params)
 
     def shard_count(self, factors: Factors) -> int:

@@ -64,13 +64,14 @@ Family = (
     | Literal[
         "add", "div", "cast", "rounding", "barrier", "identity", "random", "reduction", "dot", "ragged_dot", "conv"
     ]
-    | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "pad", "slice", "split"]
+    | Literal["broadcast", "transpose", "reshape", "squeeze", "concatenate", "pad", "slice", "split", "blocks"]
     | Literal["dynamic_slice", "update", "gather", "scatter", "top_k", "transfer"]
 )
 """The kind of an op. Each primitive has at most one family; :class:`Primitive` has properties for unions of families.
 
 ``add``: adds its operands.
 ``barrier``: an optimization barrier: several operands, each returned unchanged.
+``blocks``: returns its operand, whose shards must consist of complete blocks.
 ``call``, ``checkpoint``, ``custom_derivative``: run one body once, on their operands as they are. The backward pass recomputes the
 body of a ``checkpoint`` (``jax.checkpoint``); the derivative rule of a ``custom_derivative`` is not determined by its body.
 ``cast``: converts its operand to another dtype.
