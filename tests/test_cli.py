@@ -111,6 +111,23 @@ USERS_FILE = """
 """
 
 
+NNX_FILE = """
+    import jax, jax.numpy as jnp
+    from flax import nnx
+
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
+            self.up = nnx.Linear(16, 64, kernel_init=init, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(64, 16, use_bias=False, rngs=rngs)
+
+    def target():
+        model = nnx.eval_shape(lambda: Mlp(nnx.Rngs(0)))
+        loss = lambda model, x: (model.down(nnx.relu(model.up(x))) ** 2).mean()
+        return loss, (model, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+"""
+
+
 @pytest.fixture
 def run(capsys, target):
     def call(text: str, *more: str) -> tuple[int, str, str]:
@@ -174,6 +191,15 @@ def test_a_model_of_70_billion_weights_by_its_defaults_alone(capsys):
     assert "10.45 GiB of 95.74 GiB" in head["fits"]
     assert head["step"].split()[1:5] == ["6.17", "s,", "MFU", "69"]
     assert head["costliest"].split()[1:3] == ["batch:", "data"]
+
+
+def test_names_in_metadata_of_nnx_and_names_that_are_inferred_beside_them(command, tmp_path):
+    (tmp_path / "some_nnx.py").write_text(textwrap.dedent(NNX_FILE))
+    where = ("--mesh", "data=4", "--layout", "batch: data", "--json")
+    for more, down in (((), "mlp _"), (("--dims", "auto"), "mlp classes")):
+        status, out, _ = command("plan", f"{tmp_path / 'some_nnx.py'}:target", *where, *more)
+        dims = {row["path"]: row["dims"] for row in json.loads(out)["inputs"]}
+        assert (status, dims) == (0, {"model/up/kernel": "embed mlp", "model/down/kernel": down, "x": "batch embed"})
 
 
 def test_plan_as_json_and_as_a_page(run, tmp_path):
