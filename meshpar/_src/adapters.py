@@ -240,7 +240,8 @@ class Adapted:
 
         Args:
           key: a PRNG key.
-          *args, **kwargs: the arguments of ``fn``, from whose trace the uses of the weights follow. Nothing is computed with them.
+          *args: the arguments of ``fn``, from whose trace the uses of the weights follow. Nothing is computed with them.
+          **kwargs: its keyword arguments.
 
         Returns:
           Path of a weight → its adapter.
