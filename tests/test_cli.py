@@ -511,7 +511,7 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
         ("small --mesh data=4 --layout 'batch data'", "fix did you mean `batch: data`?"),
         (
             "small --mesh dp_replicate=2,dp_shard=2 --layout hsdp",
-            "`batch: slice+data` of the scheme `hsdp` names axis `slice`, which the mesh (dp_replicate=2, dp_shard=2) does not have "
+            "of the scheme `hsdp` names axis `slice`, which the mesh (dp_replicate=2, dp_shard=2) does not have "
             'rule batch: slice+data fix --mesh "slice=2, data=2" or --layout "batch: dp_replicate+dp_shard; embed?: dp_shard"',
         ),
         (
