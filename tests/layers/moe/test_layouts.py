@@ -375,7 +375,7 @@ def test_the_kernels_choice_is_the_routers(router, mesh, monkeypatch):
 
     `route` by its definition replaces its kernels.
     """
-    monkeypatch.setattr("meshpar._src.layers.moe.router_parts.route", _route_by_definition)
+    monkeypatch.setattr("meshpar._src.layers.moe.routers.route", _route_by_definition)
     logits = (3 * R.normal(size=(B, S, E))).astype("f")
     logits[0, 1, 2], logits[1, 0, 3:] = np.nan, -np.inf
     options = {"k": 2, "mask": MASK, "capacity": 1.0}

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshpar_kernels.dispatch.api import CODE_BLOCK
 from meshpar_kernels.dispatch.differentiable import KERNELS
 
-from .router_parts import refused
+from .routers import refused
 
 EXCHANGES = ("padded", "float8", *KERNELS)
 """Names of :attr:`Exchange.exchange`: all rows of the buffers are sent, or as codes of 8 bits, or, by a kernel, only the rows in

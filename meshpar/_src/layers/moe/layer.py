@@ -18,8 +18,7 @@ from meshpar_kernels.grouped_matmul.activations import ACTIVATIONS, activate
 from ...compat.jax import default_promotion
 from ...dims import did_you_mean
 from .experts import run_experts
-from .router_parts import Routing, capacity_of, refused
-from .routers import ROUTED_BY_KERNELS, ROUTERS
+from .routers import ROUTED_BY_KERNELS, ROUTERS, Routing, capacity_of, refused
 
 EXPERT: Mapping[str, tuple[str, ...]] = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 """The matrices of a gated expert, and their dims."""
