@@ -208,18 +208,19 @@ def test_gradients_of_a_bfloat16_model_are_reduced_once(case, of, lowering):
     assert sorted(scattered) == [("bfloat16", LAYERS * MICRO)] * 2 + [("float32", 1)]
 
 
-@pytest.mark.parametrize(
-    ("text", "rows", "want"),
-    [
-        ("data=8", 8, 1),
-        ("data=4, model=2", 8, 2),
-        ("data=2, model=4", 8, 4),
-        ("data=2, model=4", 5, 8),
-        ("data=1", 8, 8),
-    ],
-)
-def test_microbatches_keep_the_batch_on_fewer_devices(text, rows, want):
-    assert mp.train.microbatches_for(64, rows=rows, mesh=mp.mesh(text), layout="batch: data") == want
+def microbatches_for(mesh, rows, batch=64):
+    return mp.train.microbatches_for(batch, rows=rows, mesh=mp.mesh(mesh), layout="batch: data")
+
+
+def test_microbatches_keep_the_batch_on_fewer_devices():
+    cases = {
+        ("data=8", 8): 1,
+        ("data=4, model=2", 8): 2,
+        ("data=2, model=4", 8): 4,
+        ("data=2, model=4", 5): 8,
+        ("data=1", 8): 8,
+    }
+    assert {case: microbatches_for(*case) for case in cases} == cases
 
 
 def regression(p, x, y):
@@ -274,50 +275,32 @@ def accumulated(fn, *args, microbatches=4, **options):
 KEY_LAST = 0.0, jnp.arange(8.0), jax.random.key(1)
 
 
-@pytest.mark.parametrize(
-    ("error", "says", "call"),
-    [
-        (LayoutSyntaxError, "microbatches=0", accumulated(loss, microbatches=0)),
-        (
-            LayoutSyntaxError,
-            "argument 2 is both a batch and a key",
-            accumulated(regression, argnums=(1, 2), key_argnums=2),
-        ),
-        (LayoutSyntaxError, "argument 1 is both", accumulated(draw, *KEY_LAST, argnums=1, key_argnums=-2)),
-        (UnsupportedError, "no argument -1", accumulated(draw, *KEY_LAST, argnums=-4)),
-        (
-            DivisibilityError,
-            r"\[6, 2\] does not divide into 4",
-            accumulated(lambda p, x: x.sum(), 1.0, jnp.ones((6, 2))),
-        ),
-        (
-            DivisibilityError,
-            r"argument 1: 16, argument 2: 4\)[^$]*argnums=1",
-            accumulated(regression, jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3))),
-        ),
-        (
-            UnsupportedError,
-            r"key_argnames is an array of float32\[16, 3\], and no PRNG key",
-            accumulated(regression, jnp.ones(3), jnp.ones(8), jnp.ones((16, 3)), key_argnums=2),
-        ),
-        (
-            UnsupportedError,
-            r"(?s)no argument of in_closure is a batch.*as an argument after the first",
-            accumulated(in_closure, jnp.ones(4)),
-        ),
-        (
-            DivisibilityError,
-            "60",
-            lambda: mp.train.microbatches_for(60, rows=4, mesh=mp.mesh("data=8"), layout="batch: data"),
-        ),
-        (
-            LayoutSyntaxError,
-            "rows=0",
-            lambda: mp.train.microbatches_for(64, rows=0, mesh=mp.mesh("data=8"), layout="batch: data"),
-        ),
-    ],
-)
-def test_bad_input(error, says, call):
+BAD = {
+    "microbatches=0": (LayoutSyntaxError, accumulated(loss, microbatches=0)),
+    "argument 2 is both a batch and a key": (LayoutSyntaxError, accumulated(regression, argnums=(1, 2), key_argnums=2)),
+    "argument 1 is both": (LayoutSyntaxError, accumulated(draw, *KEY_LAST, argnums=1, key_argnums=-2)),
+    "no argument -1": (UnsupportedError, accumulated(draw, *KEY_LAST, argnums=-4)),
+    r"\[6, 2\] does not divide into 4": (DivisibilityError, accumulated(draw, 1.0, jnp.ones((6, 2)))),
+    r"argument 1: 16, argument 2: 4\)[^$]*argnums=1": (
+        DivisibilityError,
+        accumulated(regression, jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3))),
+    ),
+    r"key_argnames is an array of float32\[16, 3\], and no PRNG key": (
+        UnsupportedError,
+        accumulated(regression, jnp.ones(3), jnp.ones(8), jnp.ones((16, 3)), key_argnums=2),
+    ),
+    r"(?s)no argument of in_closure is a batch.*as an argument after the first": (
+        UnsupportedError,
+        accumulated(in_closure, jnp.ones(4)),
+    ),
+    "60": (DivisibilityError, lambda: microbatches_for("data=8", 4, 60)),
+    "rows=0": (LayoutSyntaxError, lambda: microbatches_for("data=8", 0)),
+}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_bad_input(says):
+    error, call = BAD[says]
     with pytest.raises(error, match=says):
         call()
 

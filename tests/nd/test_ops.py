@@ -134,8 +134,9 @@ def test_attention_is_the_weighted_mean_of_the_values():
     weights = softmax(np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf), -1)
     assert got.dims == ("batch", "length", "heads", "d")
     np.testing.assert_allclose(got.array, np.einsum("bhlm,bmhd->blhd", weights, v.array), rtol=1e-5, atol=1e-6)
-    double = nd.attention(q, k, v, key="d", memory="memory", mask=mask, dropout=lambda weights: 2 * weights)
-    np.testing.assert_allclose(double.array, 2 * got.array, rtol=1e-6)
+    options = {"mask": mask, "scale": 1.0, "dropout": lambda weights: 2 * weights}
+    double = nd.attention(q * 0.5, k, v, key="d", memory="memory", **options)
+    np.testing.assert_allclose(double.array, 2 * got.array, rtol=1e-5)
 
 
 def test_positions_are_integers_and_slices():

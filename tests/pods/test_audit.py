@@ -11,7 +11,7 @@ import llama
 import meshpar as mp
 from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.pods import audit as audits
-from meshpar._src.pods.audit import MAX_ARRAYS, Audit, _compiled, audit_function, replicated_axes
+from meshpar._src.pods.audit import MAX_ARRAYS, Audit, audit_function, replicated_axes
 from meshpar.errors import DigestError, UnsupportedError
 
 DIMS = {"state/w*": "embed mlp", "state/b": "mlp", "state/h": "embed mlp", "x": "batch embed"}
@@ -143,7 +143,7 @@ def test_a_layer_is_repeated_where_weights_have_no_copies(monkeypatch):
             return before(w).at[0, 0].add(jnp.where(jax.lax.axis_index(("data", "model")) == k, 1e-3, 0))
 
         monkeypatch.setattr(audits, "layer", wrong)
-        audits._repeated.cache_clear()
+        audits.repeat_function.cache_clear()
         audit = Audit(plan)
         audit.start(2, {"s": state})
         (fault,) = audit.finish()
@@ -152,7 +152,7 @@ def test_a_layer_is_repeated_where_weights_have_no_copies(monkeypatch):
         DigestError, match=r"results of a repeated matmul differ: s/w \(embed mlp\): device 7 .* of 3 results"
     ):
         audits.raise_faults([fault])
-    audits._repeated.cache_clear()
+    audits.repeat_function.cache_clear()
     with pytest.raises(UnsupportedError, match="no array of s is replicated, or a matrix of floats"):
         Audit(plan).start(0, {"s": {}})
 
@@ -192,10 +192,10 @@ def test_many_arrays_are_compared_by_several_functions():
     assert audit.share == 1
     for name in ("w0", "w77", names[-1]):
         state[name] = flipped(state[name], 6, 9)
-    before = _compiled.cache_info().misses
+    before = audit_function.cache_info().misses
     audit.start(1, {"s": state})
     assert {f.path for f in audit.finish()} == {"s/w0", "s/w77", f"s/{names[-1]}"}
-    assert _compiled.cache_info().misses == before
+    assert audit_function.cache_info().misses == before
 
 
 def test_bad_input(run):
@@ -217,7 +217,7 @@ def test_the_planned_time_of_an_audit():
     state = [x for x in plan.inputs if x.kind in ("params", "opt")]
     axes = [tuple(a for a in plan.sizes if a not in {b for _, over in x.split for b in over}) for x in state]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state]
-    audit = audit_function(plan.mesh, [x.spec for x in state], axes)
+    audit = audit_function(plan.mesh, tuple(x.spec for x in state), tuple(axes))
     numbers = jax.ShapeDtypeStruct((plan.mesh.size, 2), "float32")
     planned = mp.plan(audit, numbers, *shapes, mesh=plan.mesh, topology=plan.topology, layout="", dims={})
     read = sum(x.bytes for x in state) / CHIPS["v5p"].hbm_bandwidth

@@ -36,7 +36,6 @@ from .data import SAMPLES
 from .digest import digests_of_parts, starts_of
 from .watch import CALLS
 
-SHORT = 200
 SECONDS = 600.0
 """Timeout of a process for the others, if no watch reports that they have ended."""
 
@@ -255,7 +254,7 @@ def agree(name: str, facts: Mapping[str, Sequence[str]]) -> None:
       AgreementError: with the process, the field, and both values. Every process raises it.
     """
     made = {f: "\n".join(lines) for f, lines in facts.items()}
-    said = {f: x if len(x) <= SHORT else f"#{_hash(x)}" for f, x in made.items()}
+    said = {f: hashlib.sha256(x.encode()).hexdigest() for f, x in made.items()}
     verdict = exchange(f"agree on `{name}`", said, _difference)
     if not verdict:
         return
@@ -271,10 +270,6 @@ def agree(name: str, facts: Mapping[str, Sequence[str]]) -> None:
     error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
     error.process, error.field, error.values = asked[1], field, values
     raise error
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _difference(sheets: list[dict[str, str]]) -> tuple[str, list[int]] | None:

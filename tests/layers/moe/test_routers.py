@@ -93,15 +93,6 @@ def test_against_the_oracle(case, limited):
         assert want.dropped > 0 or case in ("expert_choice", "ntlb of four stages")
 
 
-def test_stages_reduce_what_ntlb_drops():
-    def dropped(router, **options):
-        return int(jax.jit(functools.partial(ROUTERS[router], capacity=1.0, **options))(LOGITS.astype("f")).dropped)
-
-    drops = [dropped("ntlb", stages=n) for n in (1, 2, 4)]
-    assert drops[0] == dropped("switch")
-    assert drops[0] > drops[1] > drops[2]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_derivatives(case):
     more = {} if case == "expert_choice" else {"capacity": 1.0}
