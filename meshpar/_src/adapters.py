@@ -140,7 +140,7 @@ class _Evaluator:
         return bind(eqn, [x.value if isinstance(x, _Weight) else x for x in xs], p)
 
     def matmul(self, eqn: JaxprEqn, xs: list[Any], i: int) -> Any:
-        """The result of a matmul whose operand ``i`` is a weight, plus that of its adapter; None: another use than before."""
+        """The result of a matmul whose operand ``i`` is a weight, plus that of its adapter; None: it is used otherwise than before."""
         w, x, p = xs[i], xs[1 - i], eqn.params
         contracted, batch = ([list(pair[j]) for j in (i, 1 - i)] for pair in p["dimension_numbers"])
         own, stack = ([w.dims[d] for d in dims[0]] for dims in (contracted, batch))
@@ -153,11 +153,11 @@ class _Evaluator:
         if use[0] != first[0] or set(use[1:]) != set(first[1:]):
             return None
 
-        def product(x: Any) -> Any:
+        def matmul(x: Any) -> Any:
             return bind(eqn, (x, w.dequantized()) if i else (w.dequantized(), x), p)[0]
 
         # the backward pass dequantizes once more: saved, and gathered, are the codes
-        y = (jax.checkpoint(product) if w.coded else product)(x)
+        y = (jax.checkpoint(matmul) if w.coded else matmul)(x)
         if adapter is None:
             return y
         rest = adapter.batch[len(w.removed) :]

@@ -79,6 +79,51 @@ def test_the_readme_s_model_under_its_layouts():
     )
 
 
+# -- the Transformer layer
+
+LENGTH, MODEL, HEADS, KV, FF = 16, 32, 4, 8, 64
+
+
+def layer_weights():
+    keys = iter(KEYS)
+    q, k, v = ({"model": MODEL, "heads": HEADS, "d_kv": KV} for _ in range(3))
+    return {
+        "q": nd.normal(next(keys), (MODEL * KV) ** -0.5, **q),
+        "k": nd.normal(next(keys), MODEL**-0.5, **k),
+        "v": nd.normal(next(keys), MODEL**-0.5, **v),
+        "o": nd.normal(next(keys), (HEADS * KV) ** -0.5, heads=HEADS, d_kv=KV, model=MODEL),
+        "wi": nd.normal(next(keys), MODEL**-0.5, model=MODEL, d_ff=FF),
+        "wi_bias": nd.normal(next(keys), 0.1, d_ff=FF),
+        "wo": nd.normal(next(keys), FF**-0.5, d_ff=FF, model=MODEL),
+        "scale": nd.full(1.0, sublayer=2, model=MODEL),
+        "bias": nd.normal(next(keys), 0.1, sublayer=2, model=MODEL),
+    }
+
+
+def lm_layer(w, x):
+    """Self-attention and a dense layer, each after a layer norm and with a residual connection."""
+
+    def norm(x, i):
+        return nd.layer_norm(x, "model", nd.index(w["scale"], sublayer=i), nd.index(w["bias"], sublayer=i))
+
+    y = norm(x, 0)
+    memory = nd.rename(y, length="memory_length")
+    q, k, v = nd.dense(y, w["q"]), nd.dense(memory, w["k"]), nd.dense(memory, w["v"])
+    mask = nd.arange(memory_length=LENGTH) <= nd.arange(length=LENGTH)
+    x = x + nd.dense(nd.attention(q, k, v, key="d_kv", memory="memory_length", mask=mask, scale=1.0), w["o"])
+    return x + nd.dense(nd.relu(nd.dense(norm(x, 1), w["wi"], w["wi_bias"])), w["wo"])
+
+
+def test_the_transformer_layer_under_its_layout():
+    w, x = layer_weights(), nd.normal(KEYS[38], batch=8, length=LENGTH, model=MODEL)
+
+    def step(w, x):
+        return jax.value_and_grad(lambda w, x: nd.mean(lm_layer(w, x) * x).array, (0, 1))(w, x)
+
+    layout = "batch:batch,d_ff:model,heads:model"
+    assert_same_under([("model:2;batch:4", layout)], step, w, x, expected=in_float64(step, w, x))
+
+
 # -- the two-level mixture of experts
 
 A, B, L, M, X, Y, HIDDEN = 2, 4, 8, 16, 4, 2, 32

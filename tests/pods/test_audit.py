@@ -60,19 +60,9 @@ def test_a_thousand_flips_are_named(run):
         at = {path: (int(RANDOM.integers(8)), int(RANDOM.integers(1 << 20))) for path in paths}
         audit.start(n, {"state": {path: flipped(state[path], *at[path]) for path in paths}})
         faults = {fault.path.removeprefix("state/"): fault for fault in audit.finish()}
-        named += sum(p in faults and faults[p].certain and faults[p].devices == (devices[at[p][0]],) for p in paths)
+        assert set(faults) == set(paths)
+        named += sum(faults[p].certain and faults[p].devices == (devices[at[p][0]],) for p in paths)
     assert named == (n + 1) * len(paths) > 1000
-
-
-@pytest.mark.slow
-def test_ten_thousand_audits_of_clean_states_raise_no_alarm(run):
-    step, state, x = run
-    audit = Audit(step.plan(state, x))
-    for n in range(10_000):
-        if n % 10 == 0:
-            state, _ = step(state, x)
-        audit.start(n, {"state": state})
-        assert audit.finish() == []
 
 
 def test_a_run_names_device_tensor_and_steps(run):

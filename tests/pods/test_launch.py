@@ -65,7 +65,8 @@ def test_processes_that_save_and_end_with_75_have_time_to_save(launch, monkeypat
 
 
 @pytest.mark.parametrize(("least", "counts"), [(["--min", "2"], ["3", "2"]), ([], ["4"])])
-def test_a_killed_process_is_the_first_cause_and_the_remaining_ones_or_all_start_again(launch, least, counts):
+def test_it_restarts_on_the_remaining_processes(launch, least, counts):
+    """Or on all, which is the default."""
     body = """
 if attempt == 0 and p == 2: os.kill(os.getpid(), signal.SIGKILL)
 if attempt == 0: time.sleep(0.7)

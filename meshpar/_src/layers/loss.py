@@ -98,21 +98,17 @@ def _check(hidden: jax.Array, kernel: jax.Array | None, labels: jax.Array, mask:
     fits = labels.shape == tokens and (mask is None or mask.shape == tokens) and labels.ndim > 0
     if not fits or (kernel is not None and (kernel.ndim != 2 or kernel.shape[0] != hidden.shape[-1])):
         shapes = ", ".join(str(x.shape) for x in (hidden, kernel, labels) if x is not None)
-        raise UnsupportedError(
-            f"mp.layers.cross_entropy: these shapes do not fit: {shapes}, mask {None if mask is None else mask.shape}",
-            fixes=[
-                "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
-            ],
+        text = f"these shapes do not fit: {shapes}, mask {None if mask is None else mask.shape}"
+        fix = (
+            "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise UnsupportedError(
-            f"mp.layers.cross_entropy: labels are integers, not {labels.dtype}", fixes=["labels.astype(jnp.int32)"]
-        )
-    if over not in ("vocab", "tokens"):
-        raise UnsupportedError(
-            f"mp.layers.cross_entropy: chunks are over 'vocab' or 'tokens', not over {over!r}",
-            fixes=['over="vocab" or over="tokens"'],
-        )
+    elif not jnp.issubdtype(labels.dtype, jnp.integer):
+        text, fix = f"labels are integers, not {labels.dtype}", "labels.astype(jnp.int32)"
+    elif over not in ("vocab", "tokens"):
+        text, fix = f"chunks are over 'vocab' or 'tokens', not over {over!r}", 'over="vocab" or over="tokens"'
+    else:
+        return
+    raise UnsupportedError(f"mp.layers.cross_entropy: {text}", fixes=[fix])
 
 
 def _divisor(chunks: int | None, vocab: int) -> int:

@@ -209,22 +209,19 @@ class _Step:
         of_state = [k for k in self.owners if k >= 0]
         marks = [_Mark(frozenset({k})) for k in (*every, *(every if self.params else ()), *of_state)]
         for mark, k in zip(_marks(closed, marks), (*every, *self.owners), strict=True):
-            others = sorted(mark.owners - {k})
+            others, source = sorted(mark.owners - {k}), None
             if others:
                 names = ", ".join(self.paths[j] for j in others[:2])
                 of = f"the update of {self.paths[k]}" if k >= 0 else "a leaf of its state that belongs to no parameter"
-                raise UnsupportedError(
-                    f"mp.train.offload: {of} depends on other parameters ({names}), which are updated separately",
-                    fixes=[
-                        "offload the rest: optax.chain(optax.clip_by_global_norm(1.0), mp.train.offload(optax.adam(1e-3)))"
-                    ],
-                )
-            if k in stacked and mark.mixed is not None:
-                raise UnsupportedError(
-                    f"mp.train.offload: {mark.mixed.primitive.name} is not elementwise: it may mix the layers of {self.paths[k]}",
-                    source=source_line(mark.mixed),
-                    fixes=["leave out layers=, so that every parameter is updated at once"],
-                )
+                text = f"{of} depends on other parameters ({names}), which are updated separately"
+                chain = "optax.chain(optax.clip_by_global_norm(1.0), mp.train.offload(optax.adam(1e-3)))"
+                fix = f"offload the rest: {chain}"
+            elif k in stacked and mark.mixed is not None:
+                text = f"{mark.mixed.primitive.name} is not elementwise: it may mix the layers of {self.paths[k]}"
+                fix, source = "leave out layers=, so that every parameter is updated at once", source_line(mark.mixed)
+            else:
+                continue
+            raise UnsupportedError(f"mp.train.offload: {text}", source=source, fixes=[fix])
 
 
 class _Mark(NamedTuple):

@@ -68,8 +68,8 @@ def _arrays(move: MovePlan, colours: AxisColours) -> Table:
         cast = str(a.dtype) if a.dtype == a.old_dtype else f"{a.old_dtype} → {a.dtype}"
         sent = sum(sum(x.links.values()) for x in group)
         before, after = sum(x.before for x in group), sum(x.after for x in group)
-        rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), number(format_memory(before), before),
-                     number(format_memory(after), after), number(format_bytes(sent), sent)])  # fmt: skip
+        sizes = [number(format_memory(n), n) for n in (before, after)]
+        rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), *sizes, number(format_bytes(sent), sent)])
     numbers = ("arrays", "bytes before", "bytes after", "sends")
     columns = [("before", ""), ("after", ""), ("dtype", ""), *((name, "n") for name in numbers)]
     return Table(columns, rows, "each device moves")

@@ -40,8 +40,8 @@ SECONDS = 600.0
 """Timeout of a process for the others, if no watch reports that they have ended."""
 
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
-             "jax_numpy_dtype_promotion", "jax_use_shardy_partitioner", "jax_debug_nans")  # fmt: skip
+_SETTINGS = """jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl jax_threefry_partitionable
+    jax_numpy_dtype_promotion jax_use_shardy_partitioner jax_debug_nans""".split()
 _FIXES = {
     "values": [
         "host arrays are global values, which must be equal in every process",
