@@ -140,7 +140,7 @@ class _Evaluator:
         return bind(eqn, [x.value if isinstance(x, _Weight) else x for x in xs], p)
 
     def matmul(self, eqn: JaxprEqn, xs: list[Any], i: int) -> Any:
-        """The result of a matmul whose operand ``i`` is a weight, plus that of its adapter; None: it is used otherwise than before."""
+        """The result of a matmul whose operand ``i`` is a weight, plus that of its adapter; None: another use than before."""
         w, x, p = xs[i], xs[1 - i], eqn.params
         contracted, batch = ([list(pair[j]) for j in (i, 1 - i)] for pair in p["dimension_numbers"])
         own, stack = ([w.dims[d] for d in dims[0]] for dims in (contracted, batch))
