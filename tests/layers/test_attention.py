@@ -202,9 +202,8 @@ def test_memory_and_flops_are_those_of_the_strategy():
         shapes = ((1, seq, 32, 128), (1, seq, 8, 128), (1, seq, 8, 128))
         args = [jax.ShapeDtypeStruct(s, half) for s in shapes]
         ids = jax.ShapeDtypeStruct((1, seq), jnp.int32)
-        return mp.plan(
-            functools.partial(step, causal=True, **options), *args, ids, mesh=mesh, layout="seq: context", dims=DIMS
-        )
+        fn = functools.partial(step, causal=True, **options)
+        return mp.plan(fn, *args, ids, mesh=mesh, layout="seq: context", dims=DIMS)
 
     seq = 256 * 1024
     peaks = {s: planned(seq, strategy=s).memory.peak for s in ("ring", "gathered")}

@@ -79,8 +79,7 @@ def test_a_run_names_device_tensor_and_steps(run):
         meter.step(loss, state=state)
     text = str(caught.value)
     assert (
-        "state/w1 (embed mlp): device 5 of process 0 differs from the majority of 4 copies; after step 4, by step 8"
-        in text
+        "w1 (embed mlp): device 5 of process 0 differs from the majority of 4 copies; after step 4, by step 8" in text
     )
     assert "checkpoint of step 4 or before" in text
     assert caught.value.path == "state/w1"
@@ -138,9 +137,8 @@ def test_a_layer_is_repeated_where_weights_have_no_copies(monkeypatch):
         audit.start(2, {"s": state})
         (fault,) = audit.finish()
         assert (fault.path, fault.devices, fault.certain, fault.copies) == ("s/w", (devices[k],), True, 3)
-    with pytest.raises(
-        DigestError, match=r"results of a repeated matmul differ: s/w \(embed mlp\): device 7 .* of 3 results"
-    ):
+    says = r"results of a repeated matmul differ: s/w \(embed mlp\): device 7 .* of 3 results"
+    with pytest.raises(DigestError, match=says):
         audits.raise_faults([fault])
     audits.repeat_function.cache_clear()
     with pytest.raises(UnsupportedError, match="no array of s is replicated, or a matrix of floats"):

@@ -187,9 +187,8 @@ def test_randomness_is_the_keys():
     assert int(routing.dropped) == 0  # skipped on purpose, not dropped
     assert (gshard(logits).expert[..., 1] == 1).all()
     route = jax.jit(functools.partial(ROUTERS["noisy_top_k"], noise=NOISE.astype("f"), k=2))
-    one, again, plain = (
-        route(LOGITS.astype("f"), key=key).expert for key in (jax.random.key(1), jax.random.key(1), None)
-    )
+    keys = jax.random.key(1), jax.random.key(1), None
+    one, again, plain = (route(LOGITS.astype("f"), key=key).expert for key in keys)
     assert (one == again).all()
     assert (one != plain).any()
 
