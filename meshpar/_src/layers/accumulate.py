@@ -77,10 +77,8 @@ def accumulate_gradients(
         batches, own_keys = _positive(given, len(args)), _positive(keys, len(args)) or []
         _check_roles(batches, own_keys)
         if missing := [str(a) for a in (*(batches or ()), *own_keys) if a not in arguments]:
-            fix = (
-                "argnums= and key_argnums= have positions, counted from 0 or, if negative, from the end; argnames= and "
-            )
-            fix += "key_argnames= have names of keywords"
+            fix = "argnums= and key_argnums= have positions, counted from 0 or, if negative, from the end; "
+            fix += "argnames= and key_argnames= have names of keywords"
             raise _refused(UnsupportedError, f"the call has no argument {', '.join(missing)}", fix)
         if microbatches == 1:
             return _called(fn, arguments | {a: _folded(arguments[a], 0) for a in own_keys})

@@ -99,9 +99,8 @@ def _check(hidden: jax.Array, kernel: jax.Array | None, labels: jax.Array, mask:
     if not fits or (kernel is not None and (kernel.ndim != 2 or kernel.shape[0] != hidden.shape[-1])):
         shapes = ", ".join(str(x.shape) for x in (hidden, kernel, labels) if x is not None)
         text = f"these shapes do not fit: {shapes}, mask {None if mask is None else mask.shape}"
-        fix = (
-            "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
-        )
+        fix = "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask "
+        fix += "[..., seq]"
     elif not jnp.issubdtype(labels.dtype, jnp.integer):
         text, fix = f"labels are integers, not {labels.dtype}", "labels.astype(jnp.int32)"
     elif over not in ("vocab", "tokens"):

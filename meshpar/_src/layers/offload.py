@@ -57,11 +57,9 @@ def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> o
     def init(params: Any) -> Any:
         """The state of ``tx``, with the moments in host memory."""
         state = tx.init(params)
-        owners = _owners(tx, state, params)
         leaves, tree = jax.tree.flatten(state)
-        return tree.unflatten(
-            [jax.device_put(x, _HOST) if k >= 0 and jnp.ndim(x) else x for x, k in zip(leaves, owners, strict=True)]
-        )
+        owned = zip(leaves, _owners(tx, state, params), strict=True)
+        return tree.unflatten([jax.device_put(x, _HOST) if k >= 0 and jnp.ndim(x) else x for x, k in owned])
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """The updates and the new state of ``tx``."""
@@ -192,9 +190,8 @@ class _Step:
     def result(self) -> tuple[Any, Any]:
         """The updates and the new state."""
         state = [self.new_state.get(i, x) for i, x in enumerate(self.state)]
-        return self.tree.unflatten(map(self.new_updates.get, range(len(self.updates)))), self.state_tree.unflatten(
-            state
-        )
+        updates = [self.new_updates[k] for k in range(len(self.updates))]
+        return self.tree.unflatten(updates), self.state_tree.unflatten(state)
 
     def check(self, stacked: Sequence[int]) -> None:
         """Trace the update of all parameters at once, and refuse one that mixes them.

@@ -137,14 +137,12 @@ def _scale_dims(step: Callable[..., Any], state: Any, xs: Any) -> Any:
     flat = flatten(jaxpr).jaxpr
     makers = {v: e for e in flat.eqns for v in e.outvars}
     first = [_Scaled(k, (False,) * s.ndim) for k, s in enumerate(leaves)]
-    others: list[_Scaled | None] = [None] * (len(flat.invars) - len(first))
-    results = interpret(
-        flat,
-        [None] * len(flat.constvars),
-        [*first, *others],
-        lambda eqn, operands: [_scaled(eqn, operands, makers)] * len(eqn.outvars),
-        lambda literal: None,
-    )
+    operands: list[_Scaled | None] = [*first, *[None] * (len(flat.invars) - len(first))]
+
+    def apply(eqn: JaxprEqn, operands: list[_Scaled | None]) -> list[_Scaled | None]:
+        return [_scaled(eqn, operands, makers)] * len(eqn.outvars)
+
+    results = interpret(flat, [None] * len(flat.constvars), operands, apply, lambda literal: None)
     own = [before if x is None else x for x, before in zip(results, first, strict=True)]
     if any(x.array != k for k, x in enumerate(own)):
         raise _refused("an array of the new state has another array of the state in it")

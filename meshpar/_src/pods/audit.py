@@ -251,13 +251,7 @@ def raise_faults(faults: Sequence[Fault]) -> None:
     if faults:
         first, more = faults[0], f"; and {len(faults) - 1} more arrays" * (len(faults) > 1)
         safe = "of an earlier step" if first.after is None else f"of step {first.after} or before"
-        fixes = [
-            f"restart from a checkpoint {safe}, without these devices",
-            "mp.check finds a step that computes replicas differently",
-        ]
-        raise DigestError(
-            f"{'results of a repeated matmul' if first.repeated else 'copies of an array on the devices'} differ: {first}{more}",
-            path=first.path,
-            dims=first.dims,
-            fixes=fixes,
-        )
+        check = "mp.check finds a step that computes replicas differently"
+        fixes = [f"restart from a checkpoint {safe}, without these devices", check]
+        what = "results of a repeated matmul" if first.repeated else "copies of an array on the devices"
+        raise DigestError(f"{what} differ: {first}{more}", path=first.path, dims=first.dims, fixes=fixes)

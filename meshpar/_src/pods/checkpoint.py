@@ -253,11 +253,8 @@ class Checkpoints:
           args: the arguments of ``init``, such as a random key.
         """
         plan = init.plan(*args)
-        self._facts = {
-            "layout": str(init.layout),
-            "mesh": dict(init.mesh.shape),
-            "plan": hashlib.sha256(str(plan.to_json()).encode()).hexdigest()[:16],
-        }
+        digest = hashlib.sha256(str(plan.to_json()).encode()).hexdigest()[:16]
+        self._facts = {"layout": str(init.layout), "mesh": dict(init.mesh.shape), "plan": digest}
         self._dims = {h.path: {"dims": format_dims(h.dims)} for h in plan.outputs if h.dims}
 
     # -- restore
@@ -686,9 +683,8 @@ def _is_proof(error: Exception) -> bool:
         return False
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError)
-    return isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or bool(
-        re.search(rf"\b({_PROOF})\b", str(error))
-    )
+    proof = re.search(rf"\b({_PROOF})\b", str(error))
+    return isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or proof is not None
 
 
 def _read_copy(copy: Copy, like: Any, partial: bool) -> tuple[Any, dict[str, Any]]:
@@ -718,10 +714,11 @@ def _read(path: str, step: int | Copy, like: Any, partial: bool) -> tuple[Any, d
     facts = _read_by_all(path, step, lambda: facts_of(path, step))
     saved = facts["leaves"]
     _compare(path, step, wanted, saved, partial)
-    stored = {p: x for p, x in wanted.items() if "digest" in saved[p]}
-    arrays = _read_by_all(
-        path, step, lambda: read_leaves(path, step, facts, {p: _target(x, p) for p, x in stored.items()})
-    )
+
+    def read() -> dict[str, Any]:
+        return read_leaves(path, step, facts, {p: _target(x, p) for p, x in wanted.items() if "digest" in saved[p]})
+
+    arrays = _read_by_all(path, step, read)
     digests = Digests(arrays, copied=False)
     found = exchange("the digests of a restored checkpoint", digests.totals(), digests.texts)
     for p in arrays:
