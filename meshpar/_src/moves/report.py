@@ -58,18 +58,16 @@ def _arrays(move: MovePlan, colours: AxisColours) -> Table:
     for group in groups:
         a = group[0]
         names = a.dims.split(" → ")
-        sides = [(names[0], a.operands[0].sharding, a.operands[0].shape), (names[-1], a.sharding, a.shape)]
-        cells = [
-            colours.dims(list(zip(dims.split(), axes_of_spec(s.spec, len(shape)), strict=True)))
-            if len(dims.split()) == len(shape)
-            else Cell(str(s.spec))
-            for dims, s, shape in sides
-        ]
+        cells = []
+        for named, x in ((names[0], a.operands[0]), (names[-1], a)):
+            dims, spec = named.split(), x.sharding.spec
+            pairs = list(zip(dims, axes_of_spec(spec, len(x.shape)), strict=False))
+            cells.append(colours.dims(pairs) if len(dims) == len(x.shape) else Cell(str(spec)))
         cast = str(a.dtype) if a.dtype == a.old_dtype else f"{a.old_dtype} → {a.dtype}"
         sent = sum(sum(x.links.values()) for x in group)
         before, after = sum(x.before for x in group), sum(x.after for x in group)
-        rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), number(format_memory(before), before),
-                     number(format_memory(after), after), number(format_bytes(sent), sent)])  # fmt: skip
+        sizes = [number(format_memory(n), n) for n in (before, after)]
+        rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), *sizes, number(format_bytes(sent), sent)])
     numbers = ("arrays", "bytes before", "bytes after", "sends")
     columns = [("before", ""), ("after", ""), ("dtype", ""), *((name, "n") for name in numbers)]
     return Table(columns, rows, "each device moves")

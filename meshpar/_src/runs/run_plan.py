@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -254,14 +254,12 @@ class RunPlan(Document):
             for t, r in zip(texts, self.rows, strict=True)
         ]
         cells = [_cells(row, with_cost, self) for row in self.rows]
-        return [
-            Table(
-                [("topology", "word"), *((head, "n") for head in of)],
-                [[name, *row[title].values()] for name, row in zip(names, cells, strict=True)],
-                title,
-            )
-            for title, of in cells[0].items()
-        ]
+
+        def table(title: str, columns: Iterable[str]) -> Table:
+            rows = [[name, *row[title].values()] for name, row in zip(names, cells, strict=True)]
+            return Table([("topology", "word"), *((head, "n") for head in columns)], rows, title)
+
+        return [table(title, columns) for title, columns in cells[0].items()]
 
     def _verdict(self) -> str:
         """The cheapest run, and the shortest one if it is another, each with its save interval; then those that do not fit."""
@@ -398,13 +396,9 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
     state = [x for x in plan.inputs if x.kind in ("params", "opt")]
     size = float(sum(math.prod(x.shape) * _dtype(x).itemsize for x in state))
     if not any(x.kind == "params" for x in state):
-        raise UnsupportedError(
-            f"no argument of {title(plan)} is recognised as the parameters, which a checkpoint has",
-            fixes=[
-                'call them `params`: an argument of this name, or {"params": …, "opt_state": …}',
-                "plan a train step",
-            ],
-        )
+        text = f"no argument of {title(plan)} is recognised as the parameters, which a checkpoint has"
+        fix = 'call them `params`: an argument of this name, or {"params": …, "opt_state": …}'
+        raise UnsupportedError(text, fixes=[fix, "plan a train step"])
     device, chips, local = chip.per_device(), math.ceil(plan.mesh.size / chip.devices), sum(x.bytes for x in state)
     save = local / device.host_link if options.save_time is None else options.save_time
     disk, again, memory = size / (chips * options.bandwidth), options.restart + options.compile_time, local / device.dcn
