@@ -331,9 +331,8 @@ class Kernel:
         """
         if self.works is None:
             return None
-        names = dict.fromkeys(self.notation.marks)
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        return self.works(structs, ShardCounts({f: tuple(axes.get(f, ())) for f in names}, sizes))
+        return self.works(structs, ShardCounts({f: tuple(axes.get(f, ())) for f in self.notation.marks}, sizes))
 
     def on_shards(self, *xs: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
         """The results of one device for its shards."""
@@ -380,10 +379,10 @@ class Kernel:
             flops, back, model = (None if n is None else size * n for n in numbers)
             return KernelWork(flops, size * each.memory, back, model)
 
+        forms = tuple(form.batched(where) for form in self.forms)
         return Kernel(
-            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None,
-            tuple(form.batched(where) for form in self.forms),
-        )  # fmt: skip
+            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, work and works, forms
+        )
 
 
 def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tuple[list[Any], list[int]]:

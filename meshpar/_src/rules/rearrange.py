@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -120,20 +121,8 @@ def _abstract(x: Any, *, dimension: int, runs: Runs) -> Any:
     return x.update(shape=(*x.shape[:dimension], sum(n for _, _, n in runs), *x.shape[dimension + 1 :]))
 
 
-def _transpose(ct: Any, x: Any, *, dimension: int, runs: Runs) -> list[Any]:
-    """For every element the sum of the cotangents of its uses: one rearrangement for all first uses, one for all second uses, …"""
-    uses: list[np.ndarray] = []
-    last_use: dict[int, int] = {}
-    for position, element in enumerate(table_of(runs).tolist()):
-        if element < 0:
-            continue
-        k = last_use[element] = last_use.get(element, -1) + 1
-        if k == len(uses):
-            uses.append(np.full(x.aval.shape[dimension], ZERO))
-        uses[k][element] = position
-    if not uses:
-        return [ad.Zero(x.aval)]
-    return [functools.reduce(lax.add, [rearrange(ct, dimension, table) for table in uses])]
+def _transpose(ct: Any, x: Any, **table: Any) -> tuple[Any, ...]:
+    return jax.linear_transpose(functools.partial(_impl, **table), x.aval)(ct)
 
 
 def _batch(args: Any, dims: Any, *, dimension: int, runs: Runs) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +50,7 @@ class JaxprRewriter:
       eqns: the equations of the jaxpr that is being written.
       removable: by id, the equations that are dropped if no equation reads their results: True for one that the rewrite has made,
         False for a copy of an equation of the program.
+      copies: op → the results of the copy of its equation (:meth:`Site.copied`).
       op: the op that is being rewritten. New equations have its source line.
     """
 
@@ -68,6 +68,7 @@ class JaxprRewriter:
         self.constants = Constants()
         self.eqns: list[JaxprEqn] = []
         self.removable: dict[int, bool] = {}
+        self.copies: dict[Op, list[Var]] = {}
         self.op: Any = None
 
     def jaxpr(self, frame: Frame) -> Any:
@@ -179,10 +180,11 @@ class JaxprRewriter:
         """Append the equations that compute a view of this shape, and return its atom."""
         if isinstance(view, CollapsedView):
             return self.emit(lambda x: lax.reshape(x, shape), view.source)
-        if view.copy is None:
+        if view.made_by is None:
             return self.emit(lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)
         if not (view.composed and view.divides):
-            return view.copy()
+            site, k = view.made_by
+            return site.copied(k)
         tables = {d: dim.table for d, dim in view.indices.items()}
         return self.emit(lambda x: rearranged(x, tables), view.source)
 
@@ -275,10 +277,6 @@ class Site:
         """Append the equations of ``fn(*atoms)``, and return the atom of its one result."""
         return self.rewriter.emit(fn, *atoms)
 
-    def emit_all(self, fn: Callable[..., Any], *atoms: Any) -> list[Any]:
-        """Append the equations of ``fn(*atoms)``, and return the atoms of its results."""
-        return self.rewriter.emit_all(fn, *atoms)
-
     def emit_op(self, atoms: Sequence[Any], **changed: Any) -> Any:
         """Append the op on other operands, with some parameters changed, and return the atom of its one result."""
         return self.emit(lambda *xs: bind(self.op.eqn, xs, {**self.params, **changed})[0], *atoms)
@@ -314,16 +312,13 @@ class Site:
         indices = {d: DimIndices(np.arange(dim.size), dim.shards) for d, dim in dims.items()}
         return self.define(k, IndexedView(atom, indices))
 
-    def copies(self) -> Callable[[int], Callable[[], Any]]:
-        """For result k, a function that returns its atom in a copy of the op's equation, which is appended at the first call."""
-
-        @functools.cache
-        def outvars() -> list[Var]:
-            made = self.rewriter.copy_eqn(self.scope, self.op.eqn)
-            self.rewriter.removable[id(self.rewriter.eqns[-1])] = False
-            return made
-
-        return lambda k: lambda: outvars()[k]
+    def copied(self, k: int) -> Var:
+        """The atom of result k in a copy of the op's equation, which is appended at the first call."""
+        rewriter = self.rewriter
+        if self.op not in rewriter.copies:
+            rewriter.copies[self.op] = rewriter.copy_eqn(self.scope, self.op.eqn)
+            rewriter.removable[id(rewriter.eqns[-1])] = False
+        return rewriter.copies[self.op][k]
 
 
 Rewrite = Callable[[Site], bool]
