@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import api_util, config, core, dispatch, effects, pjit, shard_map, source_info_util
 from jax._src import mesh as mesh_lib
@@ -581,11 +580,7 @@ def key_impl(dtype: Any) -> str:
 
 def zeros(shape: Sequence[int], dtype: Any) -> Any:
     """An array of zeros; of PRNG keys, the keys of zero words."""
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return jnp.zeros(shape, dtype)
-    impl = key_impl(dtype)
-    key = jax.random.key_data(jax.random.key(0, impl=impl))
-    return jax.random.wrap_key_data(jnp.zeros((*shape, *key.shape), key.dtype), impl=impl)
+    return jax.lax.full(shape, 0, dtype)
 
 
 def is_ref(x: Any) -> bool:

@@ -51,14 +51,6 @@ in_blocks_p = _primitive("in_blocks")
 ``path`` is the weight whose matmul reads the array."""
 
 
-def _batch_in_blocks(args, axes, *, blocks, path):
-    (x,), (d,) = args, axes
-    return in_blocks_p.bind(x, blocks=(*blocks[:d], 1, *blocks[d:]), path=path), d
-
-
-batching.primitive_batchers[in_blocks_p] = _batch_in_blocks
-
-
 def reduce_in(x: Any, dtype: Any) -> Any:
     """Convert to a floating-point dtype in which partial sums are reduced.
 
@@ -163,16 +155,17 @@ ad.deflinear2(
 )
 
 
-def _batch_named(args, axes, *, names, **origin):
-    (x,), (d,) = args, axes
-    return name_dims_p.bind(x, names=(*names[:d], None, *names[d:]), **origin), d
+def _batch_by_dim(primitive: Primitive, key: str, unnamed: Any) -> None:
+    """Batch a primitive whose parameter ``key`` has an entry for each dim; ``unnamed``: the entry of the batch dim."""
+
+    def batched(args, axes, **params):
+        (x,), (d,), own = args, axes, params[key]
+        return primitive.bind(x, **{**params, key: (*own[:d], unnamed, *own[d:])}), d
+
+    batching.primitive_batchers[primitive] = batched
 
 
-def _batch_place(args, axes, *, spec):
-    (x,), (d,) = args, axes
-    return place_p.bind(x, spec=(*spec[:d], (), *spec[d:])), d
-
-
-batching.primitive_batchers[name_dims_p] = _batch_named
-batching.primitive_batchers[place_p] = _batch_place
+_batch_by_dim(name_dims_p, "names", None)
+_batch_by_dim(place_p, "spec", ())
+_batch_by_dim(in_blocks_p, "blocks", 1)
 batching.primitive_batchers[rename_dims_p] = lambda args, axes, **names: (rename_dims_p.bind(*args, **names), *axes)

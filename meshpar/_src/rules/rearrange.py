@@ -28,7 +28,7 @@ from ..iterables import grouped
 from .halo import cheapest_permutes
 from .local import LocalOp
 from .registry import register
-from .rule import NameLink, OpRule, exchange_kind
+from .rule import OpRule, exchange_kind
 from .spmd import Send, axis_index, exchange_sends, permute
 
 ZERO, ANY = -1, -2
@@ -250,12 +250,9 @@ def rearranged(eqn, ins, outs) -> OpRule:
     dim, runs, kind = eqn.params["dimension"], eqn.params["runs"], exchange_kind(eqn)
     r = OpRule()
     operand = r.factors(ins[0], kind, (dim,))
-    made = r.factor(outs[0][dim], kind)
-    r.ins, r.outs = [operand], [(*operand[:dim], (made,), *operand[dim + 1 :])]
     (source,) = operand[dim]
-    r.name_links.append(NameLink(source, made))
-    if kind == "permutation":
-        r.sharded_like.append((source, made))
+    made = r.follower(source, outs[0][dim], kind)
+    r.ins, r.outs = [operand], [(*operand[:dim], (made,), *operand[dim + 1 :])]
 
     def sends(
         shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]

@@ -104,6 +104,14 @@ class OpRule:
         kinds: list[Kind] = [kind if dims is None or d in dims else "pass_through" for d in range(len(shape))]
         return tuple((self.factor(n, k),) for n, k in zip(shape, kinds, strict=True))
 
+    def follower(self, leader: int, size: int, kind: Kind, elements: range | None = None) -> int:
+        """Add a factor of the same dim as ``leader`` at another size, which is split as it if devices exchange elements."""
+        follower = self.factor(size, kind)
+        self.name_links.append(NameLink(leader, follower, elements))
+        if kind == "permutation":
+            self.sharded_like.append((leader, follower))
+        return follower
+
     def maps(self, ins: list[tuple[Factors, ...]], outs: list[tuple[Factors, ...]]) -> OpRule:
         """Set the factors of every dim of operands and results, and return the rule."""
         self.ins, self.outs = ins, outs

@@ -260,11 +260,8 @@ def _part_factors(
     factors = r.factors(shape, kind, (axis,))
     parts_factors: list[tuple[Factors, ...]] = []
     for size, start in zip(sizes, _starts(sizes), strict=True):
-        pair = factors[axis][0], r.factor(size, kind)
-        parts_factors.append((*factors[:axis], (pair[1],), *factors[axis + 1 :]))
-        r.name_links.append(NameLink(*pair, range(start, start + size)))
-        if kind == "permutation":
-            r.sharded_like.append(pair)
+        part = r.follower(factors[axis][0], size, kind, range(start, start + size))
+        parts_factors.append((*factors[:axis], (part,), *factors[axis + 1 :]))
     return factors, parts_factors
 
 
