@@ -29,7 +29,7 @@ from .halo import cheapest_permutes
 from .local import LocalOp
 from .registry import register
 from .rule import OpRule, exchange_kind
-from .spmd import Send, axis_index, exchange_sends, permute
+from .spmd import Axes, Send, Shapes, axis_index, exchange_sends, permute
 
 ZERO, ANY = -1, -2
 """Entries of a table: a zero; any value, since no op reads it."""
@@ -254,9 +254,7 @@ def rearranged(eqn, ins, outs) -> OpRule:
     made = r.follower(source, outs[0][dim], kind)
     r.ins, r.outs = [operand], [(*operand[:dim], (made,), *operand[dim + 1 :])]
 
-    def sends(
-        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-    ) -> list[Send]:
+    def sends(shapes: Shapes, axes: Axes, sizes: Mapping[str, int]) -> list[Send]:
         by = exchange(ins[0][dim], math.prod(sizes[a] for a in axes[source]), runs)
         lengths = None if by.gather else [step.length for step in by.rounds]
         return exchange_sends(shapes[0], dim, source, eqn.invars[0].aval.dtype, lengths, "elements of other shards")

@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from ..compat.jax import aval_of
 from .halo import ShardWindow
-from .spmd import Factors, Send
+from .spmd import Axes, Factors, Send, Shapes
 
 Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "indexed", "need_replication", "permutation"]
 """The consequence of splitting a factor (Shardy's factor types).
@@ -38,7 +38,7 @@ REDUCTIONS: frozenset[Kind] = frozenset({"sum", "max", "min", "prod", "and", "or
 ADDED: frozenset[Kind] = frozenset({"sum", "indexed"})
 """The kinds of partial values that an addition completes, and thus also a reduce-scatter."""
 
-Sends = Callable[[Sequence[tuple[int, ...]], Sequence[tuple[str, ...]], Mapping[str, int]], list[Send]]
+Sends = Callable[[Shapes, Axes, Mapping[str, int]], list[Send]]
 """(shapes of the operands' shards, axes of every factor, axis sizes) → the collectives that the local form makes."""
 
 
@@ -215,9 +215,7 @@ def with_halo_sends(r: OpRule, eqn: JaxprEqn, why: str, alike: bool = False) -> 
         exchanges of further dims are equal if the exchanges of all dims before are.
     """
 
-    def sends(
-        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-    ) -> list[Send]:
+    def sends(shapes: Shapes, axes: Axes, sizes: Mapping[str, int]) -> list[Send]:
         """The collectives of the exchanges of all operands."""
         collectives = []
         for i, local_shape in enumerate(shapes):

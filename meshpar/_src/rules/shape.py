@@ -35,7 +35,7 @@ from .rule import (
     replicated,
     with_halo_sends,
 )
-from .spmd import Factors, Send, axis_index
+from .spmd import Axes, Factors, Send, Shapes, axis_index
 
 
 def broadcast_in_dim(eqn, ins, outs) -> OpRule:
@@ -304,9 +304,7 @@ def split(eqn, ins, outs) -> OpRule:
     r.ins = [operand]
     dtype = np.dtype(eqn.invars[0].aval.dtype)
 
-    def sends(
-        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-    ) -> list[Send]:
+    def sends(shapes: Shapes, axes: Axes, sizes: Mapping[str, int]) -> list[Send]:
         windows = _split_windows(eqn.params["sizes"], math.prod(sizes[a] for a in axes[factor]))
         why = "elements of other shards"
         return [s for w in windows for s in w.exchange.sends(shapes[0], axis, factor, dtype, why)]
