@@ -12,23 +12,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from ...compat.jax import (
-    Atom,
-    abstract_array,
-    bind,
-    body_consts,
-    body_operands,
-    literal_array,
-    make_generated_jaxpr,
-    on_host,
-    replace_body,
-)
+from ...compat.jax import Atom, bind, body_consts, body_operands, on_host, replace_body
 from ...compat.loops import loop_parts
 from ...rules.owned import is_positive_zero
 from ...rules.rearrange import ANY, rearrange
 from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Program, Value
-from ..jaxprs import inline, live, variables
+from ..jaxprs import equations_of, live, variables
 from ..scalars import constant_of
 from .integers import Constants
 from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
@@ -148,17 +138,7 @@ class JaxprRewriter:
 
     def emit_all(self, fn: Callable[..., Any], *atoms: Any) -> list[Any]:
         """Append the equations of ``fn(*atoms)``, with the source line of ``op``, and return the atoms of its results."""
-        arrays: list[Any] = variables(atoms)
-
-        def of_arrays(*xs: Any) -> Any:
-            remaining = iter(xs)
-            return fn(*(literal_array(a) if isinstance(a, Literal) else next(remaining) for a in atoms))
-
-        traced = make_generated_jaxpr(
-            of_arrays, *[abstract_array(a.aval.shape, a.aval.dtype, a.aval.weak_type, on_host(a.aval)) for a in arrays]
-        )
-        made: list[Any] = []
-        outs = inline(made, traced.jaxpr, traced.consts, arrays, source_info=self.op.eqn.source_info)
+        made, outs = equations_of(fn, atoms, self.op.eqn.source_info)
         self.eqns += made
         self.removable.update((id(eqn), True) for eqn in made)
         return outs

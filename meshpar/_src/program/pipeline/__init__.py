@@ -26,13 +26,13 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ....errors import UnsupportedError
-from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, on_host, replace_body
+from ...compat.jax import is_of_memories, make_generated_jaxpr, replace_body
 from ...dims import format_dims
 from ...iterables import grouped
 from ...layout import Rule
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
-from ..jaxprs import inline, renamed
+from ..jaxprs import abstract, inline, renamed
 from .find import LayerLoop, indexed_stacks, layer_loops, microbatch_loop
 from .narrow import Gathered, ValueAxes, cast_stacks, gather_stacks, gathered_dims
 from .rewrite import TickLoops, one_microbatch
@@ -309,9 +309,8 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
             plan = replace(plan, order=order)
         plan = replace(plan, reverse=tuple(eqn.params["reverse"] for eqn in body.loops))
         run = TickLoops(op.eqn, body, plan, parts)
-    avals = [abstract_array(v.aval.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in op.eqn.invars]
     try:
-        jaxpr = make_generated_jaxpr(run, *avals)
+        jaxpr = make_generated_jaxpr(run, *map(abstract, op.eqn.invars))
     except (NotImplementedError, ValueError) as e:
         if is_of_memories(e):  # jax.vmap turns a selection at a run-time index into a gather
             raise loop.unsupported(
