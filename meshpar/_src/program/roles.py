@@ -60,16 +60,18 @@ class Flow:
     ) -> set[Value]:
         found = set(seeds)
         todo = list(found)
+
+        def add(values: Iterable[Value]) -> None:
+            new = {v for v in values if v not in found and v not in owned}
+            found.update(new)
+            todo.extend(new)
+
         while todo:
             while todo:
-                new = {v for v in pairs.get(todo.pop(), ()) if v not in found and v not in owned}
-                found |= new
-                todo += new
+                add(pairs.get(todo.pop(), ()))
             for ins, outs in self.others if through else ():
                 if found.issuperset(ins):
-                    new = {v for v in outs if v not in found and v not in owned}
-                    found |= new
-                    todo += new
+                    add(outs)
         return found
 
     def bound(self, values: Iterable[Value]) -> set[Value]:

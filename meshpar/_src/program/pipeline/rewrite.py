@@ -370,11 +370,10 @@ class TickLoops:
                 return body.place(body.accumulators[key]).runs in active
             return Place(body.segment(body.outs[key])) in active
 
-        split = ({}, {})
-        for name, values in state.items():
-            for part, wanted in zip(split, (True, False), strict=True):
-                part[name] = {key: value for key, value in values.items() if changes(name, key) == wanted}
-        return split
+        def part(changed: bool) -> State:
+            return {n: {k: x for k, x in values.items() if changes(n, k) == changed} for n, values in state.items()}
+
+        return part(True), part(False)
 
     def _first_state(self, carries: Sequence[Any]) -> State:
         """The state before the first tick: carries and accumulators, rings, and the results of the slots before."""
