@@ -845,7 +845,7 @@ def interpret(
     apply: Callable[[JaxprEqn, list[T]], Sequence[T]],
     of_literal: Callable[[Literal], T],
 ) -> list[T]:
-    """What an interpreter knows of the results of a jaxpr, from what it knows of its constants and operands.
+    """The knowledge of an interpreter about the results of a jaxpr, from its knowledge about constants and operands.
 
     Args:
       apply: (equation, of each operand) → of each result.

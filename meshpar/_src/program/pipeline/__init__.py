@@ -12,7 +12,7 @@ name it has. The rewritten program is planned like any other.
     schedule  arithmetic: which microbatch a stage processes at each tick, idle slots
     rewrite   the microbatch loop as loops over ticks
     slots     one tick of a layer loop: all stages run their own layers
-    split     input and weight gradients apart (zero bubble)
+    split     input and weight gradients in separate loops (zero bubble)
     narrow    stacked weights cast and gathered once, before the loop
 """
 
