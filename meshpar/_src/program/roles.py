@@ -139,8 +139,8 @@ def name_parameters(program: Program) -> None:
     """Set the kind of undeclared optimizer state to ``opt``, the kind of parameters to ``params``; new values have the kind too.
 
     A parameter has a new value (:func:`new_values`) that is elementwise in optimizer state. An input without a new value may be a
-    copy of a parameter in another dtype: the new value is then a result of its shape and dtype that is elementwise in the new value of
-    the parameter.
+    copy of a parameter in another dtype: the new value is then a result of its shape and dtype that is elementwise in the new value
+    of the parameter.
     """
     for old, value in unread_state(program).items():
         old.kind = old.kind or "opt"
