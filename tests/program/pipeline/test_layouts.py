@@ -19,7 +19,12 @@ TENSOR = "batch: data; heads, kv_heads, mlp: model; vocab: stage+model"
 DEVICES = "stage=2, data=2, model=2"
 LLAMA = {
     "fsdp, two rounds": ("stage=2, data=2, idle=2", "batch, embed: data; layers: stage*2", "1f1b", "shard_map"),
-    "tensor + sequence": (DEVICES, "heads, kv_heads, mlp, vocab, seq: model; layers: stage", "gpipe", "jit"),
+    "tensor + sequence": (
+        "stage=2, idle=2, model=2",
+        "heads, kv_heads, mlp, vocab, seq: model; layers: stage",
+        "gpipe",
+        "jit",
+    ),
     "all": (DEVICES, f"{TENSOR}; embed: data; seq: model; layers: stage", "1f1b-overlap", "shard_map"),
 }
 """By scheme: mesh, layout, schedule and lowering."""
