@@ -299,8 +299,7 @@ class Layout:
 
     def scopes_of(self, path: str, kind: str | None) -> tuple[str, ...]:
         """The scopes of this layout that hold for a value: its kind (``params``, ``opt``) and the path patterns."""
-        scopes = dict.fromkeys(r.scope for r in self.rules if r.scope is not None)
-        return tuple(s for s in scopes if s == kind or (s not in SCOPES and path_matches(s, path)))
+        return scopes_of(dict.fromkeys(r.scope for r in self.rules if r.scope is not None), path, kind)
 
     def check_axes(self, mesh: AnyMesh) -> None:
         """Raise UnknownAxisError where a rule names an axis that the mesh lacks."""
@@ -360,6 +359,11 @@ class Layout:
                 sizes=sizes,
             )
         return to_partition_spec(tuple(claimed))
+
+
+def scopes_of(scopes: Iterable[str], path: str, kind: str | None) -> tuple[str, ...]:
+    """Those of some scopes that hold for a value: its kind and the path patterns that match it."""
+    return tuple(s for s in scopes if s == kind or (s not in SCOPES and path_matches(s, path)))
 
 
 def to_partition_spec(spec: Spec) -> PartitionSpec:
