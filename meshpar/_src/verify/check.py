@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, Literal
 
 import jax
@@ -72,7 +73,7 @@ class Row:
     rounding: float = 0.0
     rounding_path: str = ""
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> tuple[str, str, str, str, str]:
         """The mark, mesh, layout, lowering and difference of a line of the report, without the size of what rounding explains."""
         some = len(self.explained)
         place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
@@ -114,35 +115,39 @@ class Report:
 
     def __rich__(self) -> Any:
         """The result, a line per run, and the errors in full: ``✓ data=4  batch: data  1.2e-07 in nu/up``."""
-        lowerings = len({r.lowering for r in self.rows}) > 1
-        cells = [(*cells[:3], cells[3] * lowerings, cells[4]) for cells in (r.cells() for r in self.rows)]
-        cells += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
-        layouts, of = {row[2] for row in cells}, ""
-        if len(layouts) == 1:
-            cells, of = [(*row[:2], "", *row[3:]) for row in cells], f" of `{layouts.pop()}`"
-        kept = [k for k, column in enumerate(zip(*cells, strict=True)) if any(column)]
-        rows = [(_mark(f"{row[0]} {row[1]}"), *(Text(row[k]) for k in kept[2:])) for row in cells]
-        bad, mark = sum(r.error is not None for r in self.rows), "✓" if self.ok else "✗"
-        runs = f"{mark} {len(self.rows) - bad} of {len(self.rows)} runs{of} equal to the unsharded one"
-        head, notes = f"{runs}, to {self.tolerance:g} of each leaf's largest value", []
-        if any(r.explained for r in self.rows):
-            head += ", or up to rounding"
-            paths = list(dict.fromkeys(path for r in self.rows for path in r.explained))
-            more = len(paths) - MAX_ROUNDING_PATHS
-            shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + (f" and {more} more" if more > 0 else "")
-            largest = max((r for r in self.rows if r.explained), key=lambda r: r.rounding)
-            notes += [
-                "rounding: leaves that differ by more than the tolerance, though no op is wrong",
-                f"  {shown}",
-                "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
-                "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
-                f"  These leaves differ by at most {largest.rounding:.1e} of their largest value ({largest.rounding_path}). A "
-                "leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
-            ]
-        notes += [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
+        skipped = [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
+        lines = [*(r.cells() for r in self.rows), *skipped]
+        layouts = {layout for _, _, layout, _, _ in lines}
+        of = f" of `{layouts.pop()}`" if len(layouts) == 1 else ""
+        several = not of, len({r.lowering for r in self.rows}) > 1, True  # layouts, lowerings: else no column
+        table = [(_mark(f"{mark} {mesh}"), *map(Text, compress(cells, several))) for mark, mesh, *cells in lines]
         errors = [str(r.error) for r in self.rows if r.error is not None]
-        lines = [Wrapped([Text(note)], hang=2) for note in notes]
-        return Group(Wrapped([_mark(head)], hang=2), hanging(rows), *lines, *map(Text, errors))
+        head = (
+            f"{'✓' if self.ok else '✗'} {len(self.rows) - len(errors)} of {len(self.rows)} runs{of} equal to the unsharded one, "
+            f"to {self.tolerance:g} of each leaf's largest value"
+        )
+        rounding = self._rounding()
+        notes = [*rounding, *(f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped)]
+        below = [Wrapped([Text(note)], hang=2) for note in notes]
+        head = Wrapped([_mark(head + ", or up to rounding" * bool(rounding))], hang=2)
+        return Group(head, hanging(table), *below, *map(Text, errors))
+
+    def _rounding(self) -> list[str]:
+        """The notes about the leaves that differ by rounding; empty if there are none."""
+        rows = [r for r in self.rows if r.explained]
+        if not rows:
+            return []
+        paths = list(dict.fromkeys(path for r in rows for path in r.explained))
+        more = len(paths) - MAX_ROUNDING_PATHS
+        largest = max(rows, key=lambda r: r.rounding)
+        return [
+            "rounding: leaves that differ by more than the tolerance, though no op is wrong",
+            f"  {', '.join(paths[:MAX_ROUNDING_PATHS])}" + f" and {more} more" * (more > 0),
+            "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
+            "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
+            f"  These leaves differ by at most {largest.rounding:.1e} of their largest value ({largest.rounding_path}). A "
+            "leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
+        ]
 
 
 def _mark(text: str) -> Text:
