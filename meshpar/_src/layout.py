@@ -283,6 +283,11 @@ class Layout:
         return tuple(self._by_dim)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rules name, in order."""
+        return tuple(dict.fromkeys(axis for rule in self.rules for axis in rule.axes))
+
+    @property
     def unscoped(self) -> dict[str, Rule]:
         """For each dim, its first rule without a scope."""
         return {rule.dim: rule for rule in reversed(self.rules) if rule.scope is None}

@@ -32,7 +32,7 @@ from ..search import Row, Search, SearchOptions
 from ..search import search as search_from
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
-from ..verify.check import Report, check_layouts, each_layout
+from ..verify.check import Report, Subject, check_layouts, each_layout
 from ..verify.prove import Proof, prove_program
 from .arguments import is_static
 from .jitted import NO_DONATION, Jitted, LayoutLike, P, R, with_devices
@@ -327,19 +327,13 @@ def check(
         options["lowering"] = lowerings[0] if len(lowerings) == 1 else "auto"
     step = _placeless(fn, {**options, **NO_DONATION})
     lowerings = tuple(lowerings or (step.lowering,))
-    steps = {each: step._with(lowering=each) for each in lowerings}
+
+    def subject(mesh: Mesh, layout: Layout, lowering: Lowering) -> contextlib.AbstractContextManager[Subject]:
+        return step._with(mesh=auto_mesh(mesh), layout=layout, lowering=lowering)._check_subject(args, kwargs or {})
+
+    how: Any = {"layouts": layout, "meshes": mesh, "lowerings": lowerings, "tolerance": tolerance, "raises": raises}
     with progress_line("checking", progress) as tell:
-        return check_layouts(
-            lambda m, one, lowering: (
-                steps[lowering]._with(mesh=auto_mesh(m), layout=one)._check_subject(args, kwargs or {})
-            ),
-            layouts=layout,
-            meshes=mesh,
-            lowerings=lowerings,
-            tolerance=tolerance,
-            raises=raises,
-            tell=tell,
-        )
+        return check_layouts(subject, tell=tell, **how)
 
 
 @takes_options(StepOptions)
@@ -721,7 +715,7 @@ def _only_mesh(layout: Layout) -> str:
     Raises:
       MeshError: the layout has several axes.
     """
-    axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes)) or ["data"]
+    axes = layout.axes or ("data",)
     if len(axes) > 1:
         raise MeshError(
             f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",

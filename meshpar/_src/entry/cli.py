@@ -446,12 +446,11 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     if where := topology_for_state(plan):
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
-    used = {axis for rule in plan.layout.rules for axis in rule.axes}
     own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
     for name, scheme in PRESETS.items():
         layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
-        axes = {axis for rule in layout.rules for axis in rule.axes}
-        if used <= axes <= plan.sizes.keys() and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
+        has_axes = set(plan.layout.axes) <= set(layout.axes) <= plan.sizes.keys()
+        if has_axes and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
             with quiet(), contextlib.suppress(MeshparError):
                 other = plan.replan(layout=layout)
                 if fits(other) and other.seconds is not None:
@@ -641,7 +640,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     target = _concrete_target(args)
     mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
     axes = set(mp.mesh(mesh).axis_names)
-    own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
+    own = [text for text in target.layouts.values() if axes.issuperset(mp.Layout(text).axes)]
     layouts = _layouts(args, target, args.layout or own, mesh)
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
     found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
@@ -792,7 +791,7 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layo
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
         where = parse_topology(topology)
         mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
-        if where.slices > 1 and any(BETWEEN_SLICES in rule.axes for rule in mp.Layout(layout or "").rules):
+        if where.slices > 1 and BETWEEN_SLICES in mp.Layout(layout or "").axes:
             mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
             what = f"the slices of {topology}, and one axis in each"
         _say(args, f"default  mesh: {mesh}, {what}")

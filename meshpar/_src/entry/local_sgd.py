@@ -217,14 +217,14 @@ class LocalSgd:
                 fixes=[f"fragments={len(params)} or less"],
             )
         paths = sorted(params)
-        total, done, k = sum(math.prod(x.shape) for x in params.values()), 0, 0
-        found: list[list[str]] = [[] for _ in range(self.fragments)]
+        total, done = sum(math.prod(x.shape) for x in params.values()), 0
+        found: list[list[str]] = [[]]
         for i, path in enumerate(paths):
-            size = math.prod(params[path].shape)
-            is_full = done + size / 2 > (k + 1) * total / self.fragments
-            if found[k] and k + 1 < self.fragments and (is_full or len(paths) - i <= self.fragments - 1 - k):
-                k += 1
-            found[k].append(path)
+            size, left = math.prod(params[path].shape), self.fragments - len(found)
+            is_full = done + size / 2 > len(found) * total / self.fragments
+            if found[-1] and left and (is_full or len(paths) - i <= left):
+                found.append([])
+            found[-1].append(path)
             done += size
         return found
 

@@ -140,8 +140,7 @@ class StepOptions:
             "compiler_options": dict(self.compiler_options or {}),
             "calibration": calibrations(self.calibration),
         }
-        for name, value in normalized.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(normalized)
 
     @property
     def of_plan(self) -> dict[str, Any]:

@@ -88,7 +88,7 @@ class _Row:
     @property
     def axes(self) -> list[str] | None:
         """The axes of its rules; None if its text is not a layout."""
-        return None if self.layout is None else _axes(self.layout)
+        return None if self.layout is None else list(self.layout.axes)
 
     def has(self, rule: str | None) -> bool:
         """Whether it is enabled, and its text or one of its rules is ``rule``."""
@@ -348,7 +348,7 @@ class Session:
         names = self._of(where).base.program.all_names()
         for name, text in {**self._layouts, **{n: str(p()) for n, p in PRESETS.items()}}.items():
             layout = Layout(text)
-            axes = _axes(layout)
+            axes = list(layout.axes)
             asks = grouped((rule.axes, rule.dim) for rule in layout.rules)
             lacks = any(names.isdisjoint(dims) for dims in (*asks.values(), characteristic_dims(layout)))
             if lacks or (slices == 1 and BETWEEN_SLICES in axes):
@@ -494,10 +494,6 @@ def _place(mesh: str, topology: str | None) -> Any:
 
 
 # -- known layouts
-
-
-def _axes(layout: Layout) -> list[str]:
-    return list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
 
 
 def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:

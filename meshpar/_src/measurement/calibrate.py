@@ -24,14 +24,18 @@ from .agreement import Candidate, compare, placed_arguments
 from .fit import fit
 from .result import CalibrationResult, CalibrationRow
 
-Clock = Callable[[], float]
 LISTED_BOUNDS, NOMINAL_BOUNDS = (0.02, 1.0), (1e-4, 1e4)
 """(Smallest, largest) fitted efficiency, of chips in the chip table, and of others, which have nominal peak rates."""
 
 
 def calibrate(
-    candidates: Sequence[Candidate], *, rounds: int, tolerance: float, tell: Callable[[str], None], clock: Clock = time.perf_counter
-) -> CalibrationResult:  # fmt: skip
+    candidates: Sequence[Candidate],
+    *,
+    rounds: int,
+    tolerance: float,
+    tell: Callable[[str], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> CalibrationResult:
     """The result of :func:`meshpar.hardware.calibrate` for planned layouts.
 
     Args:
@@ -69,7 +73,7 @@ def calibrate(
     return _result(candidates, times, rounds, tell)
 
 
-def _once(subject: Subject, clock: Clock) -> float:
+def _once(subject: Subject, clock: Callable[[], float]) -> float:
     """Seconds of one step with placed arguments: of the second of two steps, as caches may be cold in the first."""
     seconds = 0.0
     placed = placed_arguments(subject)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import MeshparError
@@ -17,6 +17,7 @@ from ..cost.memory import memory_of, with_donated
 from ..cost.time import time_of
 from ..dims import format_dims
 from ..hardware.topology import Topology, larger_topologies
+from ..iterables import grouped_by
 from ..layout import Layout
 from ..passes import replan
 from ..passes.advice import idle_axes
@@ -24,12 +25,12 @@ from ..plan.causes import name_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
-from ..plan.steps import Run, Step
+from ..plan.steps import Step
 from ..program.ir import Op, Value
 from ..program.pipeline import layer_loops
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
-from .facts import TENSOR_DIMS, USABLE_FRACTION, fits, global_bytes, grouped, kernels_of, location_of_op
+from .facts import TENSOR_DIMS, USABLE_FRACTION, fits, global_bytes, kernels_of, location_of_op
 
 MAX_HINTS = 3
 MIN_SAVED_SHARE = 0.01
@@ -277,50 +278,50 @@ def exchange_hints(plan: Plan) -> list[ExchangeHint]:
       may be sharded along the gathered dim instead, as the tokens of a mixture of experts are before their exchange;
     - an all-to-all of the result, if it has both dims, else of another operand with both, sends fewer bytes than the all-gathers.
     """
+    gathers = ((c, step, count) for step, count in plan.body.walk() for c in step.sends if c.op == "all-gather")
+    found = filter(None, (_exchange_hint(plan, *gather) for gather in gathers))
     hints: dict[tuple[Op, str], ExchangeHint] = {}
-    found = [h for step, count in plan.body.walk() for c in step.sends for h in _hints_of(plan, step, c, count)]
-    for same in grouped(found, lambda h: (h.op, h.axis, h.gathered, h.owner)):
+    for same in grouped_by(found, lambda h: (h.op, h.axis, h.gathered, h.owner)):
         sent = sum(h.sent for h in same)
         if same[0].exchanged < sent:
             hints[same[0].op, same[0].axis] = replace(same[0], sent=sent)
-    by_line = grouped(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.location_of_layers)
+    by_line = grouped_by(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.location_of_layers)
     return [same[0] for same in by_line][:MAX_HINTS]
 
 
-def _hints_of(plan: Plan, step: Step, c: Collective, count: int) -> Iterator[ExchangeHint]:
-    """The hint for one all-gather of an operand of a matmul, if its dims allow an exchange."""
+def _exchange_hint(plan: Plan, c: Collective, step: Step, count: int) -> ExchangeHint | None:
+    """The hint for an all-gather; None: it is not of an operand of a matmul, or the matmul's dims allow no exchange.
+
+    Args:
+      step: its step, which runs ``count`` times.
+    """
     op = c.origin
-    if c.op != "all-gather" or op is None or op.rule is None or not op.primitive.matmul or len(step.reads) != 1:
-        return
-    source, run = step.reads[0], plan.body.runs.get(op)
-    if run is None or source.value not in op.ins or len(c.axes) != 1:
-        return
-    (axis,), position = c.axes, op.ins.index(source.value)
-    lost = [i for i, entry in enumerate(source.spec) if axis in entry and axis not in step.makes[0].spec[i]]
-    owners = [f for f, axes in enumerate(run.axes or ()) if axis in axes]
-    if len(lost) != 1 or len(owners) != 1 or not op.rule.ins[position][lost[0]]:
-        return
-    gathered, owner = op.rule.ins[position][lost[0]][0], owners[0]
-    pairs = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
-    arrays = [(v, {f for dim in dims for f in dim}, dims) for v, dims in pairs if v is not None]
-    result_factors = {f for dims in op.rule.outs for dim in dims for f in dim}
-    with_owner = [v for v, factors, _ in arrays if owner in factors]
-    both = [v for v, factors, _ in arrays if {owner, gathered} <= factors]
-    if gathered not in result_factors or op.rule.kinds[gathered] != "pass_through" or both != with_owner:
-        return
-    moved = [v for v in both if v in op.outs] or [v for v in both if v is not source.value]
-    if not moved:
-        return
-    array, shard = max(((v, _shard_bytes(plan, run, v)) for v in moved), key=lambda x: x[1])
+    if op is None or op.rule is None or not op.primitive.matmul or len(c.axes) != 1 or len(step.reads) != 1:
+        return None
+    (axis,), (source,), run = c.axes, step.reads, plan.body.runs.get(op)
+    if run is None or source.value not in op.ins:
+        return None
+    along = [i for i, axes in enumerate(source.spec) if axis in axes and axis not in step.makes[0].spec[i]]
+    owners = [factor for factor, axes in enumerate(run.axes or ()) if axis in axes]
+    factors = op.rule.ins[op.ins.index(source.value)][along[0]] if len(along) == 1 else ()
+    if not factors or len(owners) != 1:
+        return None
+    gathered, owner = factors[0], owners[0]  # factors of the matmul
+    pairs = list(zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True))
+    with_gathered, with_owner = (
+        {v: i for v, dims in pairs if v is not None for i, dim in enumerate(dims) if factor in dim}
+        for factor in (gathered, owner)
+    )
+    kept = op.rule.kinds[gathered] == "pass_through" and not with_gathered.keys().isdisjoint(op.outs)
+    if not kept or not with_owner.keys() <= with_gathered.keys():
+        return None
+    moved = [v for v in with_owner if v in op.outs] or [v for v in with_owner if v is not source.value]
+    name = plan.program.dim_name(source.value, along[0])
+    owner_name = next(plan.program.dim_name(v, i) for v, i in with_owner.items())
+    if not moved or not name or not owner_name or name == owner_name:
+        return None
+    shards = {s.value: s for s in (*run.makes, *run.reads)}
+    array, shard = max(((v, value_bytes(v, shards[v].spec, plan.sizes)) for v in moved), key=lambda x: x[1])
     group = shard_count((axis,), plan.sizes)
-    name = plan.program.dim_name(source.value, lost[0])
-    owner_dim = next(plan.program.dim_name(v, i) for v, _, dims in arrays for i, dim in enumerate(dims) if owner in dim)
-    if name and owner_dim and name != owner_dim:
-        exchanged = count * shard * (group - 1) / group
-        yield ExchangeHint(op, axis, name, owner_dim, array, array in op.outs, c.total_bytes, exchanged)
-
-
-def _shard_bytes(plan: Plan, run: Run, value: Value) -> float:
-    """Bytes of the shard of an operand or result of a step."""
-    shard = next((s for s in (*run.reads, *run.makes) if s.value is value), None)
-    return 0.0 if shard is None else value_bytes(value, shard.spec, plan.sizes)
+    exchanged = count * shard * (group - 1) / group
+    return ExchangeHint(op, axis, name, owner_name, array, array in op.outs, c.total_bytes, exchanged)

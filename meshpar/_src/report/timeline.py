@@ -19,6 +19,7 @@ from ..cost.kernels import computation_of
 from ..cost.schedule import schedules, separate_collectives
 from ..cost.time import time_of, unscheduled_seconds
 from ..dims import format_dims
+from ..iterables import grouped_by
 from ..plan.causes import name_of
 from ..plan.plan import Plan
 from ..plan.steps import Loop
@@ -225,7 +226,7 @@ def slowest_kernel(plan: Plan) -> str:
     """The kernel that takes longest in a step, with its runs in all layers: ``the matmul in MLP/up (mlp.py:12), 3.1 ms in 32 calls,
     9 % of the step, bound by matmuls``; "" without a chip or a kernel."""
     time = time_of(plan)
-    groups = facts.grouped(
+    groups = grouped_by(
         time.ops if time else (), lambda o: ((o.origin and name_of(o.origin)) or o.name, facts.location_of_op(o.origin))
     )
     seconds, group = max(

@@ -9,7 +9,7 @@ are as in :mod:`cost`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,22 +68,18 @@ class _ProgramUnits:
         """For each unit, (a number that identifies its axes under the assignment, its number of shards), as two integer
         arrays [units]."""
         if self._last is None or self._last[0] is not assignment:
-            queries, groups = assignment.queries, assignment.groups
+            queries, sizes = assignment.queries, assignment.sizes
             if queries not in self._indices:
                 indices = [*(queries.of_value[v] for v in self.values), *(queries.of_op[op][-1] for op in self.ops)]
                 self._indices[queries] = np.array(indices, int)
-            for group in groups:
+            for group in assignment.groups:
                 if group not in self._split:
-                    self._split[group] = self._axes_and_shards(group, assignment.sizes)
-            axes, shards = (np.concatenate(of) for of in zip(*map(self._split.__getitem__, groups), strict=True))
-            indices = self._indices[queries]
-            self._last = assignment, axes[indices], shards[indices]
+                    numbers = [self._numbers.setdefault(axes, len(self._numbers)) for axes in group.axes]
+                    shards = [math.prod(sizes[a] for a in {a for entry in axes for a in entry}) for axes in group.axes]
+                    self._split[group] = np.array(numbers, int), np.array(shards, float)
+            split, at = [self._split[group] for group in assignment.groups], self._indices[queries]
+            self._last = assignment, *(np.concatenate(of)[at] for of in zip(*split, strict=True))
         return self._last[1:]
-
-    def _axes_and_shards(self, group: GroupAssignment, sizes: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-        numbers = [self._numbers.setdefault(axes, len(self._numbers)) for axes in group.axes]
-        shards = [math.prod(sizes[a] for a in {a for entry in axes for a in entry}) for axes in group.axes]
-        return np.array(numbers, int), np.array(shards, float)
 
     def matmul_seconds(self, chip: Chip) -> np.ndarray:
         """Per unit: seconds of its matmuls in a step, unsharded, at the rate of the matrix units."""

@@ -98,5 +98,4 @@ class SearchOptions:
                     f"{layout!r}: a search reads rules in order",
                     fixes=["give its text", "or plan it by itself with mp.plan"],
                 )
-        for name, value in normalized.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(normalized)

@@ -108,9 +108,8 @@ class Search(Document):
         """
         layout = Layout(layout)
         if mesh is None:
-            axes = {a for rule in layout.rules for a in rule.axes}
-            meshes = [row.mesh for row in (self.best, *self.rows) if axes <= parse_mesh(row.mesh).keys()]
-            mesh = (meshes or [self.best.mesh])[0]
+            fitting = (r.mesh for r in (self.best, *self.rows) if set(layout.axes) <= parse_mesh(r.mesh).keys())
+            mesh = next(fitting, self.best.mesh)
         base = self._bases.get(self.best.variant if variant is None else variant)
         if base is None:
             raise UnsupportedError(f"variant={variant!r} was not searched", fixes=[f"one of {sorted(self._bases)}"])
@@ -118,8 +117,8 @@ class Search(Document):
             with quiet():
                 other, best = base.replan(layout=layout, mesh=mesh, topology=self.topology), self.plan()
         except MeshparError as e:
-            axes = dict.fromkeys(a for rule in layout.rules for a in rule.axes)
-            more = f'\n          or say which mesh: found.why(layout, mesh="{", ".join(f"{a}=…" for a in axes)}")'
+            axes = ", ".join(f"{a}=…" for a in layout.axes)
+            more = f'\n          or say which mesh: found.why(layout, mesh="{axes}")'
             return f"illegal: {e}{more * isinstance(e, UnknownAxisError)}"
         assert other.chip is not None
         assert other.seconds is not None

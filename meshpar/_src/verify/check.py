@@ -244,7 +244,7 @@ def _default_meshes(layout: Layout) -> list[Mesh]:
     """Meshes of all n devices with sizes 1×n, 2×n/2 and 2×2×n/4; sizes beyond the axes of the layout form an idle axis."""
     n = len(jax.devices())
     n = n if n >= 4 else 8  # too few: the error of the mesh shows how to get eight
-    axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes))
+    axes = layout.axes
     idle = next(name for name in (IDLE, *(f"{IDLE}_{i}" for i in range(len(axes)))) if name not in axes)
     shapes = [(1, n), (2, n // 2), (2, 2, n // 4)]
     if len(axes) == 1:
