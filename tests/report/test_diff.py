@@ -106,7 +106,11 @@ def test_the_verdict_without_a_chip_or_without_a_difference():
     unknown = planned("batch: data", topology=None).diff(planned("", topology=None))
     assert not any("–" in line for line in str(unknown).partition("change")[2].split("argument")[0].splitlines())
     assert unknown.verdict.endswith(f"; b sends 0 B a step, a {format_bytes(unknown.a.bytes_sent)}")
-    assert planned("batch: data").diff(planned("batch: data")).verdict.startswith("b takes as long as a, ")
+    same = planned("batch: data").diff(planned("batch: data"))
+    assert same.verdict.startswith("b takes as long as a, ")
+    assert (same.tensors, same.collectives) == ([], [])
+    assert "the same plan" in str(same)
+    assert "The same plan." in same._repr_html_()
 
 
 def test_dims_break_at_spaces_in_a_narrow_terminal():
@@ -122,30 +126,12 @@ def test_dims_break_at_spaces_in_a_narrow_terminal():
     assert any("head_dim" in line for line in lines)
 
 
-def test_the_same_plan():
-    found = planned("batch: data").diff(planned("batch: data"))
-    assert (found.tensors, found.collectives) == ([], [])
-    assert "the same plan" in str(found)
-    assert "The same plan." in found._repr_html_()
-
-
 def test_other_meshes_and_no_estimate():
     found = planned("batch: data").diff(planned("batch: data; mlp: model", "data=4, model=2", topology=None))
     step = next(f for f in found.metrics if f.name == "step")
     assert step.b is None
     assert step.change == ""
     assert found.tensors[0][2] == "embed mlp:model"
-
-
-def test_files(found, tmp_path):
-    found.save(tmp_path / "diff.html")
-    page = (tmp_path / "diff.html").read_text("utf8")
-    assert "embed:data" in page
-    assert "http" not in page
-    found.save(tmp_path / "diff.json")
-    assert json.loads((tmp_path / "diff.json").read_text()) == json.loads(found.to_json())
-    with pytest.raises(mp.errors.UnsupportedError, match=r"\.html, \.json, \.txt"):
-        found.save(tmp_path / "diff.png")
 
 
 @pytest.mark.parametrize(
