@@ -176,12 +176,10 @@ def _rule_hint(plan: Plan, without: Sequence[str]) -> str | None:
 
     A rule for an axis of ``without``, or one that makes a pipeline although another one saves memory, is no such rule.
     """
-    gains = rule_gains(plan)
-    for rule in [rule for rule in gains if rule.partition(": ")[2] in without]:
-        del gains[rule]
+    gains = {rule: n for rule, n in rule_gains(plan).items() if rule.partition(": ")[2] not in without}
     stacks = {loop.dim for loop in plan.program.traced.cached(layer_loops)}
     rule = max(gains, key=lambda rule: (rule.partition(":")[0] not in stacks, gains[rule]), default="")
-    if gains[rule] < MIN_SAVED_SHARE * memory_of(plan).peak:
+    if gains.get(rule, 0.0) < MIN_SAVED_SHARE * memory_of(plan).peak:
         return None
     stages = " (the axis is then one of stages, of a pipeline)" * (rule.partition(":")[0] in stacks)
     return f"a rule `{rule}` at the end of the layout{stages} saves {format_memory(gains[rule])} of the arguments"

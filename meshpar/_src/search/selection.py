@@ -189,17 +189,13 @@ def one_per_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         similar = by_kind.setdefault(candidate.kind, [])
         at = next((k for k in similar if _similar(shown[k].row, candidate.row)), None)
-        if at is None or (candidate.row.name and (at == 0 or shown[at].row.name or _gains(shown[at], candidate))):
+        least = (1 - POLICY.min_gain_fraction) * candidate.row.seconds
+        if at is None or (candidate.row.name and (at == 0 or shown[at].row.name or shown[at].row.seconds < least)):
             similar.append(len(shown))
             shown.append(candidate)
         elif candidate.row.name:
             shown[at] = candidate
     return shown
-
-
-def _gains(one: Candidate, other: Candidate) -> bool:
-    """Whether the step of a candidate is shorter than that of another one by ``POLICY.min_gain_fraction``."""
-    return one.row.seconds < (1 - POLICY.min_gain_fraction) * other.row.seconds
 
 
 def _similar(one: Row, other: Row) -> bool:
