@@ -647,9 +647,8 @@ def _layout_of(fn: Callable[..., Any], layout: LayoutLike | None, api: str) -> L
         return Layout(layout)
     if isinstance(fn, Jitted):
         return fn.layout
-    raise UnsupportedError(
-        f"mp.{api} needs a layout", fixes=[f'mp.{api}(step, state, batch, mesh="data=8", layout="batch: data")']
-    )
+    fix = f'mp.{api}(step, state, batch, mesh="data=8", layout="batch: data")'
+    raise UnsupportedError(f"mp.{api} needs a layout", fixes=[fix])
 
 
 def _placeless(fn: Callable[..., Any], options: Mapping[str, Any]) -> Jitted[..., Any]:

@@ -45,9 +45,8 @@ def calibrate(
       clock: returns seconds.
     """
     if not candidates:
-        raise UnsupportedError(
-            "mp.hardware.calibrate was given no layouts", fixes=['layout=["batch: data", "batch, embed: data"]']
-        )
+        fix = 'layout=["batch: data", "batch, embed: data"]'
+        raise UnsupportedError("mp.hardware.calibrate was given no layouts", fixes=[fix])
     if rounds < 1:
         raise UnsupportedError(f"rounds={rounds!r}: at least 1", fixes=["rounds=9"])
     devices = {d for c in candidates for d in c.subject.plan.mesh.devices.flat}  # type: ignore[union-attr]
@@ -57,9 +56,8 @@ def calibrate(
         raise MeshError(text, fixes=[fix, "or a mesh of more devices"])
     kinds = {d.device_kind for d in devices}
     if len(kinds) > 1:
-        raise UnsupportedError(
-            f"the devices are of several kinds, {', '.join(sorted(kinds))}", fixes=["a mesh of one kind"]
-        )
+        text = f"the devices are of several kinds, {', '.join(sorted(kinds))}"
+        raise UnsupportedError(text, fixes=["a mesh of one kind"])
     compare(candidates, tolerance, tell)
     times: list[list[float]] = [[] for _ in candidates]
     run = 0

@@ -183,9 +183,8 @@ def blocking_collectives(plan: Plan) -> str:
     chip = plan.chip
     if chip is None:
         return ""
-    in_rings = {
-        c for step in plan.body.all_steps if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends
-    }
+    rings = (step for step in plan.body.all_steps if isinstance(step, Reshard | Reduce) and step.ring)
+    in_rings = {c for step in rings for c in step.sends}
     blocking = [c for c in plan.collectives if not plan.is_async(c.op) and c not in in_rings]
     if not blocking:
         return ""
@@ -429,9 +428,8 @@ def parallelism(rule: Rule, earlier: Sequence[Rule]) -> str:
       earlier: the rules before it. With ``batch: data`` before it, ``embed: data`` is FSDP.
     """
     axes = set(rule.axes)
-    batch_axes, tensor_axes = (
-        {a for r in earlier if r.dim in dims for a in r.axes} for dims in (("batch",), TENSOR_DIMS)
-    )
+    batch_axes = {a for r in earlier if r.dim == "batch" for a in r.axes}
+    tensor_axes = {a for r in earlier if r.dim in TENSOR_DIMS for a in r.axes}
     if not axes:
         return ""
     if rule.dim == "seq":

@@ -49,9 +49,8 @@ def donation_hint(plan: Plan) -> str | None:
     what = f"saves {format_memory(saved)} of the peak of {format_memory(peak)}"
     if saved < MIN_SAVED_SHARE * peak and fits(plan) is not False:
         saved = at_end
-        what = (
-            f"frees {format_memory(saved)} at the end of the step; the peak, which is elsewhere, falls by less than 1 %"
-        )
+        elsewhere = "the peak, which is elsewhere, falls by less than 1 %"
+        what = f"frees {format_memory(saved)} at the end of the step; {elsewhere}"
     if saved < MIN_SAVED_SHARE * peak or saved <= 0:
         return None
     names = list(dict.fromkeys(path.partition("/")[0] for path in arguments.values()))
@@ -254,15 +253,10 @@ class ExchangeHint:
             f"{name_of(self.op)} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, "
             f"since `{self.owner}` has `{self.axis}`. "
         )
+        edit = f'mp.rename(x, {self.owner}="other") of its operand [{dims}], with the same name in the other operand'
         if self.is_result:
-            edit = (
-                f"Give `{self.owner}` another name in its operands (mp.named), and "
-                f'mp.rename(result, other="{self.owner}") after it'
-            )
-        else:
-            edit = (
-                f'mp.rename(x, {self.owner}="other") of its operand [{dims}], with the same name in the other operand'
-            )
+            after = f'mp.rename(result, other="{self.owner}") after it'
+            edit = f"Give `{self.owner}` another name in its operands (mp.named), and {after}"
         return f"{head}{edit}: then an all-to-all sends {format_bytes(self.exchanged)}"
 
 

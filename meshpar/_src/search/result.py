@@ -144,10 +144,8 @@ class Search(Document):
     def to_json(self) -> str:
         """The best candidate, all rows and the options of the search as JSON."""
         own = "topology objective memory_fraction fits larger planned illegal ended refused stages".split()
-        rows = {"best": asdict(self.best), "rows": [asdict(r) for r in self.rows]}
-        return json.dumps(
-            {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration, **rows}
-        )
+        facts = {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration}
+        return json.dumps({**facts, "best": asdict(self.best), "rows": [asdict(r) for r in self.rows]})
 
     def _title(self) -> str:
         return f"{self.name or title(self._base)}: search on {self.topology}"
@@ -248,15 +246,9 @@ class Search(Document):
         speedup = f" It is {escape(self._speedup)}." if self._speedup else ""
         texts = {"mesh": best.mesh, "layout": best.layout or UNSHARDED, "lowering": best.lowering}
         texts |= {"with": ", ".join(filter(None, [best.variant, _pipeline(best)])), "next": self._next}
-        chosen = "".join(
-            f"<div><dt>{k}</dt><dd><code>{escape(text)}</code></dd></div>" for k, text in texts.items() if text
-        )
-        about = [
-            self._count,
-            f"All numbers are estimates{self._calibrated}",
-            self.stages,
-            self._star,
-        ]
+        given = {k: text for k, text in texts.items() if text}
+        chosen = "".join(f"<div><dt>{k}</dt><dd><code>{escape(v)}</code></dd></div>" for k, v in given.items())
+        about = [self._count, f"All numbers are estimates{self._calibrated}", self.stages, self._star]
         legend = (
             ("c1", "★ the chosen layout"),
             ("c0", "A, B, …: Pareto front of step time and memory"),
@@ -284,9 +276,8 @@ class Search(Document):
         if not self.fits:
             return "★ has the smallest peak, and does not fit either: nothing is chosen"
         least = "shortest step that fits" if self.objective == "time" else "smallest peak"
-        return (
-            f"★ is the choice: of the layouts within {100 * POLICY.tie_fraction:.0f} % of the {least}, the simplest one"
-        )
+        near = f"within {100 * POLICY.tie_fraction:.0f} % of the {least}"
+        return f"★ is the choice: of the layouts {near}, the simplest one"
 
     def __rich__(self) -> Any:
         """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and

@@ -200,10 +200,8 @@ def one_per_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 def _similar(one: Row, other: Row) -> bool:
     """Whether the costs of two rows differ by at most ``POLICY.same_row_fraction``."""
-    most = 1 + POLICY.same_row_fraction
-    return one.fits == other.fits and all(
-        max(x, y) <= most * min(x, y) for x, y in ((one.seconds, other.seconds), (one.peak, other.peak))
-    )
+    most, pairs = 1 + POLICY.same_row_fraction, zip(one.cost, other.cost, strict=True)
+    return one.fits == other.fits and all(max(pair) <= most * min(pair) for pair in pairs)
 
 
 def as_shown(candidate: Candidate, keep: Collection[str]) -> Row:

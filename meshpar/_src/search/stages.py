@@ -54,11 +54,9 @@ class LayerStack:
         if around is None:
             return None
         inside = [loop for loop, op in loops if op is around]
-        ops = {op for loop in inside for body in loop.op.frames for op in body.walk()}
+        ops = frozenset(op for loop in inside for body in loop.op.frames for op in body.walk())
         layers = math.gcd(*(loop.op.eqn.params["length"] for loop in inside))
-        return cls(
-            tuple(dict.fromkeys(loop.dim for loop in inside)), layers, around.eqn.params["length"], frozenset(ops)
-        )
+        return cls(tuple(dict.fromkeys(loop.dim for loop in inside)), layers, around.eqn.params["length"], ops)
 
     def slowdown(self, stages: int) -> float:
         """The time of the layers relative to their time without a bubble."""
