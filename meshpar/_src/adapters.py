@@ -132,7 +132,7 @@ class _Evaluator:
         if at and entry.has_bodies:
             return run_bodies(eqn, xs, self.run)
         if len(at) == len(eqn.outvars) == 1:
-            result = self.matmul(eqn, xs, at[0]) if entry.name == "dot_general" else _viewed(eqn, xs, at[0])
+            result = self.matmul(eqn, xs, at[0]) if entry.family == "dot" else _viewed(eqn, xs, at[0])
             if result is not None:
                 return [result]
         for i in at:
@@ -181,24 +181,23 @@ def _viewed(eqn: JaxprEqn, xs: list[Any], i: int) -> _Weight | None:
 
     Transposes, casts and names are views, as are one index of a dim, and codes of 8 bits or fewer after element-wise ops.
     """
-    w, p, name = xs[i], eqn.params, eqn.primitive.name
-    entry = primitive(name)
+    w, p, entry = xs[i], eqn.params, primitive(eqn.primitive.name)
     (value,) = bind(eqn, [*xs[:i], w.value, *xs[i + 1 :]], p)
     w = replace(w, origin=(eqn, xs, i) if w.coded else None)
     dequantizes = w.coded and entry.elementwise and value.shape == w.value.shape
     copies = (entry.view and entry.elementwise) or entry.family in ("identity", "cast", "rounding")
     if dequantizes or copies:
         return replace(w, value=value)
-    if name == "transpose":
+    if entry.family == "transpose":
         return replace(w, value=value, dims=tuple(w.dims[d] for d in p["permutation"]))
-    if name == "squeeze":
+    if entry.family == "squeeze":
         for dim in sorted(p["dimensions"], reverse=True):
             w = w.without(dim, value, jax.tree.map(lambda x: x[0], w.adapter))
         return w
     if entry.contiguous_slice and i == 0:
         cut = [d for d, (old, new) in enumerate(zip(w.value.shape, value.shape, strict=True)) if old != new]
         if len(cut) == 1 and value.shape[cut[0]] == 1:
-            start = p["start_indices"][cut[0]] if name == "slice" else xs[1 + cut[0]]
+            start = p["start_indices"][cut[0]] if entry.family == "slice" else xs[1 + cut[0]]
             sliced = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, 1), w.adapter)
             return replace(w, value=value, adapter=sliced)
     return None

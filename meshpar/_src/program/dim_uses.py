@@ -148,7 +148,7 @@ class DimUses:
                 self._record(op)
 
     def _body(self, op: Op, depends: bool) -> list[bool]:
-        """Walk the bodies of an op; returns which results are data, as in the bodies: weights that a loop returns are none.
+        """Walk the bodies of an op; returns which results are data, as in the bodies. Weights that a loop returns are not.
 
         The carries of a loop are data if any operand is; its stacks of weights are layers.
         """
