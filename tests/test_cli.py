@@ -212,13 +212,10 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
     assert out.splitlines()[1].startswith("fix  no layout fits: ")
     assert not re.search(r"^  step |MFU", out, re.MULTILINE)
     assert run(f"{big} --json")[0] == 1
-    command = shlex.split(
-        out.splitlines()[-1].removeprefix("next  meshpar ").removesuffix(": enough devices for the state")
-    )
-    assert (command[0], command[command.index("--topology") + 1]) == (
-        "search",
-        re.search(r"They fit on \d+ devices: (.*)", out)[1],
-    )
+    following, suffix = out.splitlines()[-1], ": enough devices for the state"
+    command = shlex.split(following.removeprefix("next  meshpar ").removesuffix(suffix))
+    where = re.search(r"They fit on \d+ devices: (.*)", out)[1]
+    assert (command[0], command[command.index("--topology") + 1]) == ("search", where)
 
 
 def test_a_search_in_which_nothing_fits_goes_on_with_a_larger_topology(run):
@@ -286,17 +283,14 @@ def test_run_plan(run, tmp_path):
     status, out, _ = run(f"{where} --tokens 1e9 --mtbf 40000h --json --price", prices, "--html", page)
     assert status == 0
     found = json.loads(out)
-    assert [(r["topology"], r["mesh"], r["chips"]) for r in found["rows"]] == [
-        ("v5e:2x2", "data=4", 4),
-        ("2x v5e:2x2", "data=8", 8),
-    ]
+    rows = [(r["topology"], r["mesh"], r["chips"]) for r in found["rows"]]
+    assert rows == [("v5e:2x2", "data=4", 4), ("2x v5e:2x2", "data=8", 8)]
     assert found["options"]["mtbf"] == 40000 * 3600
     assert found["rows"][0]["job"]["steps"] == 10**6
     assert found["rows"][0]["cost"]["median"] == pytest.approx(found["rows"][0]["days"]["median"] * 24 * 4 * 1.5)
     assert 'data-draw="drawRuns"' in (tmp_path / "run.html").read_text("utf8")
-    status, out, err = run(
-        f"{where.replace('--layout dp ', '')} --search --tokens 1e9 --restart 0 --compile-time 0 --json"
-    )
+    anywhere = where.replace("--layout dp ", "")
+    status, out, err = run(f"{anywhere} --search --tokens 1e9 --restart 0 --compile-time 0 --json")
     assert status == 0, err
     searched = json.loads(out)
     assert searched["name"] == found["name"] == "small"
@@ -435,15 +429,14 @@ def test_compile_for_as_many_cpus_as_the_mesh_has(run, monkeypatch, tmp_path):
     assert found["lowering"] == "shard_map"
     assert found["memory"]["peak"] > 0
     assert found["bytes_sent"] == pytest.approx(found["planned"]["bytes_sent"])
-    status, out, _ = run(
-        "compile small --mesh data=4 --layout fsdp --lowering shard_map --html", str(tmp_path / "c.html")
-    )
-    page = (tmp_path / "c.html").read_text("utf8")
+    html = tmp_path / "c.html"
+    status, out, _ = run("compile small --mesh data=4 --layout fsdp --lowering shard_map --html", str(html))
+    page = html.read_text("utf8")
     assert (status, "http" in page, "<h1>step " in page) == (0, False, True)
     assert f">{format_memory(found['memory']['peak'])}</td>" in page
-    assert all(op in page for op in ("all-gather", "reduce-scatter")) == all(
+    assert [op in page for op in ("all-gather", "reduce-scatter")] == [
         op in out for op in ("all-gather", "reduce-scatter")
-    )
+    ]
 
 
 def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
@@ -729,14 +722,13 @@ def test_an_option_arrives(run, monkeypatch, tmp_path, command, text, keyword, v
     calls = recorded(monkeypatch, command)
     status, _, err = run(f"{command} small", *given, *others)
     assert (status, "it arrived" in err) == (2, True), err
-    arrived = dict(calls)
-    assert (str if isinstance(arrived[keyword], mp.Layout) else lambda x: x)(arrived[keyword]) == (
-        measured if value == "CALIBRATION" else value
-    )
+    arrived = calls[keyword]
+    expected = measured if value == "CALIBRATION" else value
+    assert (str(arrived) if isinstance(arrived, mp.Layout) else arrived) == expected
     if not set(given) & {"--mesh", "--layout", "--topology"}:  # which have to be given
         calls.clear()
         run(f"{command} small", *others)
-        assert calls[keyword] != arrived[keyword], "it is the option's doing"
+        assert calls[keyword] != arrived, "it is the option's doing"
 
 
 def test_every_option_has_a_row():

@@ -81,7 +81,7 @@ def test_the_verdict_says_which_step_is_shorter_and_its_parts_add_up():
 
 
 def test_the_verdict_of_other_programs_and_devices_says_so():
-    layout, where = "batch: data", {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}}
+    where = {"mesh": "data=8", "topology": "v5e:2x4", "layout": "batch: data", "dims": {"x": "batch embed"}}
     small, large = (jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (64, 128))
 
     def double(x):
@@ -90,16 +90,13 @@ def test_the_verdict_of_other_programs_and_devices_says_so():
     def negative(x):
         return -x
 
-    a = mp.plan(double, small, topology="v5e:2x4", **where)
-    assert a.diff(mp.plan(negative, small, topology="v5e:2x4", **where)).verdict.startswith(
-        "two programs, a: double, b: negative; "
-    )
-    assert a.diff(mp.plan(double, large, topology="v5e:2x4", **where)).verdict.startswith(
-        "the arguments have different shapes; "
-    )
-    assert a.diff(a.replan(layout=layout, mesh="data=8", topology="h100:8")).verdict.startswith(
-        "different devices, a: v5e:2x4, b: h100:8; "
-    )
+    a = mp.plan(double, small, **where)
+    for b, says in (
+        (mp.plan(negative, small, **where), "two programs, a: double, b: negative; "),
+        (mp.plan(double, large, **where), "the arguments have different shapes; "),
+        (a.replan(mesh="data=8", topology="h100:8"), "different devices, a: v5e:2x4, b: h100:8; "),
+    ):
+        assert a.diff(b).verdict.startswith(says)
 
 
 def test_the_verdict_without_a_chip_or_without_a_difference():

@@ -92,9 +92,8 @@ def test_gpus_are_drawn_in_nodes_with_switches(page, tmp_path):
     rows = {row["axes"][0]: row["stages"] for row in data["rows"]}
     assert [(s["dim"], s["size"]) for s in rows["model"]] == [("switch", 2)]
     assert sorted((s["dim"], s["size"]) for s in rows["data"]) == [("slice", 2), ("switch", 4)]
-    assert (
-        page.locator(".torus .hop[data-axes='data']").count() == 8 + 8
-    )  # one link of each device to the network, one to its switch
+    # one link of each device to the network, one to its switch
+    assert page.locator(".torus .hop[data-axes='data']").count() == 8 + 8
 
 
 def test_devices_without_positions_are_not_drawn(page, tmp_path):
