@@ -244,10 +244,8 @@ class Search(Document):
         verdict = "" if self.fits else '<b class="up">Nothing fits.</b> '
         of = f"{format_memory(best.peak)} of the {format_memory(self.usable)} usable"
         speedup = f" It is {escape(self._speedup)}." if self._speedup else ""
-        texts = {"mesh": best.mesh, "layout": best.layout or UNSHARDED, "lowering": best.lowering}
-        texts |= {"with": ", ".join(filter(None, [best.variant, _pipeline(best)])), "next": self._next}
-        given = {k: text for k, text in texts.items() if text}
-        chosen = "".join(f"<div><dt>{k}</dt><dd><code>{escape(v)}</code></dd></div>" for k, v in given.items())
+        texts = {**self._choice, "next": self._next}
+        chosen = "".join(f"<div><dt>{k}</dt><dd><code>{escape(v)}</code></dd></div>" for k, v in texts.items())
         about = [self._count, f"All numbers are estimates{self._calibrated}", self.stages, self._star]
         legend = (
             ("c1", "★ the chosen layout"),
@@ -262,6 +260,14 @@ class Search(Document):
             f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
             f'<p class="dim">{escape(". ".join(text[:1].upper() + text[1:] for text in about if text))}.</p>'
         )
+
+    @property
+    def _choice(self) -> dict[str, str]:
+        """The best candidate: mesh, layout, lowering, and where there are others, program and schedule."""
+        best = self.best
+        texts = {"mesh": best.mesh, "layout": best.layout or UNSHARDED, "lowering": best.lowering}
+        more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
+        return {**texts, "with": more} if more else texts
 
     @property
     def _next(self) -> str:
@@ -290,17 +296,11 @@ class Search(Document):
         if not self.fits:
             head = [Text(self._misfit(), "bold red"), hanging(fixes), Text(), *head]
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS, self._alike)
-        more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
-        lines = {
-            "mesh": styles.mesh(best.mesh),
-            "layout": styles.layout(best.layout or UNSHARDED),
-            "lowering": Text(best.lowering),
-            "with": Text(more),
-            "step": Text(
-                f"{format_seconds(best.seconds)}, MFU {100 * best.mfu:.0f} %, {format_memory(best.peak)} of the "
-                f"{format_memory(self.usable)} usable{self._speedup and f'; {self._speedup}'}"
-            ),
-        }
+        styled = {"mesh": styles.mesh, "layout": styles.layout}
+        lines = {name: styled.get(name, Text)(text) for name, text in self._choice.items()}
+        usable = f"{format_memory(best.peak)} of the {format_memory(self.usable)} usable"
+        speedup = f"; {self._speedup}" * bool(self._speedup)
+        lines["step"] = Text(f"{format_seconds(best.seconds)}, MFU {100 * best.mfu:.0f} %, {usable}{speedup}")
         lines[""] = Text(self.stages)
         hints = fixes * self.fits + [(Text("hint", "bold"), Text(hint, "green")) for hint in program_hints(plan)]
         choice = hanging([*((Text(name, "bold"), text) for name, text in lines.items() if text), *hints])
