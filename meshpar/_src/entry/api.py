@@ -714,7 +714,7 @@ def _only_mesh(layout: Layout) -> str:
     Raises:
       MeshError: the layout has several axes.
     """
-    axes = layout.axes or ("data",)
+    axes = list(layout.axes) or ["data"]
     if len(axes) > 1:
         raise MeshError(
             f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",
