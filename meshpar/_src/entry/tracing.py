@@ -144,16 +144,7 @@ def trace_call(
                 "or make it inside of the step: jax.new_ref(x)",
             ],
         )
-    unchanged: dict[int, int] = {}
-    if flat.tag is None:
-        results = flatten_named(shapes)
-    else:  # updated objects have the paths of the arguments
-        args, kwargs, out = shapes
-        updated = named_arguments(args, kwargs, argument_path)
-        results = [*updated, *flatten_named(out)]
-        positions = {id(var): i for i, var in enumerate(closed.jaxpr.invars)}
-        new = enumerate(map(id, closed.jaxpr.outvars[: len(updated)]))
-        unchanged = {o: positions[var] for o, var in new if var in positions}
+    results, unchanged = _results_of(flat, closed, shapes, argument_path)
     carried |= rename_leaves(results, patterns) | constrained
     if (unknown := patterns.names.keys() - carried) and not init:
         name, known = min(unknown), ", ".join(sorted(carried))
@@ -195,6 +186,19 @@ def trace_call(
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     program.written = written
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
+
+
+def _results_of(
+    flat: FlatFunction, closed: ClosedJaxpr, shapes: Any, argument_path: ArgumentPath
+) -> tuple[list[Leaf], dict[int, int]]:
+    """The leaves of the results of a traced function, ``shapes``, and :attr:`TracedStep.unchanged`."""
+    if flat.tag is None:
+        return flatten_named(shapes), {}
+    args, kwargs, out = shapes
+    updated = named_arguments(args, kwargs, argument_path)  # objects of nnx, which have the paths of the arguments
+    positions = {id(var): i for i, var in enumerate(closed.jaxpr.invars)}
+    new = enumerate(map(id, closed.jaxpr.outvars[: len(updated)]))
+    return [*updated, *flatten_named(out)], {o: positions[var] for o, var in new if var in positions}
 
 
 def _trace_on(
