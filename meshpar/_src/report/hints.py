@@ -298,22 +298,23 @@ def _exchange_hint(plan: Plan, c: Collective, step: Step, count: int) -> Exchang
     factors = op.rule.ins[op.ins.index(source.value)][along[0]] if len(along) == 1 else ()
     if not factors or len(owners) != 1:
         return None
-    gathered, owner = factors[0], owners[0]  # factors of the matmul
-    pairs = list(zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True))
-    with_gathered, with_owner = (
-        {v: i for v, dims in pairs if v is not None for i, dim in enumerate(dims) if factor in dim}
-        for factor in (gathered, owner)
-    )
-    kept = op.rule.kinds[gathered] == "pass_through" and not with_gathered.keys().isdisjoint(op.outs)
-    if not kept or not with_owner.keys() <= with_gathered.keys():
-        return None
-    moved = [v for v in with_owner if v in op.outs] or [v for v in with_owner if v is not source.value]
+    gathered, owned = (_dims_of_factor(op, factor) for factor in (factors[0], owners[0]))
+    in_result = op.rule.kinds[factors[0]] == "pass_through" and not gathered.keys().isdisjoint(op.outs)
+    if not in_result or not owned.keys() <= gathered.keys():
+        return None  # an array with the owner's dim cannot be sharded along the gathered dim instead
+    moved = [v for v in owned if v in op.outs] or [v for v in owned if v is not source.value]
+    sizes = {s.value: value_bytes(s.value, s.spec, plan.sizes) for s in (*run.reads, *run.makes) if s.value in moved}
     name = plan.program.dim_name(source.value, along[0])
-    owner_name = next(plan.program.dim_name(v, i) for v, i in with_owner.items())
-    if not moved or not name or not owner_name or name == owner_name:
+    owner = next(plan.program.dim_name(v, dim) for v, dim in owned.items())
+    if not sizes or not name or not owner or name == owner:
         return None
-    shards = {s.value: s for s in (*run.makes, *run.reads)}
-    array, shard = max(((v, value_bytes(v, shards[v].spec, plan.sizes)) for v in moved), key=lambda x: x[1])
-    group = shard_count((axis,), plan.sizes)
-    exchanged = count * shard * (group - 1) / group
-    return ExchangeHint(op, axis, name, owner_name, array, array in op.outs, c.total_bytes, exchanged)
+    array, group = max(sizes, key=sizes.__getitem__), shard_count((axis,), plan.sizes)
+    exchanged = count * sizes[array] * (group - 1) / group
+    return ExchangeHint(op, axis, name, owner, array, array in op.outs, c.total_bytes, exchanged)
+
+
+def _dims_of_factor(op: Op, factor: int) -> dict[Value, int]:
+    """The operands and results of an op that have a factor of its rule, each with the dim that is this factor."""
+    assert op.rule is not None
+    pairs = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
+    return {v: dim for v, dims in pairs if v is not None for dim, factors in enumerate(dims) if factor in factors}
