@@ -442,10 +442,12 @@ def parallelism(rule: Rule, earlier: Sequence[Rule]) -> str:
 
 def _rule_indices(plan: Plan, dims: Iterable[DimAxes], path: str, kind: str | None) -> Iterator[int]:
     """For each sharded dim, the index of the first rule that gives one of its axes to a dim of its name, if there is one."""
+    rules = plan.layout.rules
     for name, axes in dims:
-        names = name.strip("()").split() if axes else ()  # a merged dim: (heads head_dim)
-        candidates = plan.layout.rules_of(names, plan.layout.scopes_of(path, kind))
-        yield from [k for k in candidates if set(plan.layout.rules[k].axes) & set(axes)][:1]
+        if axes:
+            names = name.strip("()").split()  # a merged dim: (heads head_dim)
+            candidates = plan.layout.rules_of(names, plan.layout.scopes_of(path, kind))
+            yield from [k for k in candidates if not set(axes).isdisjoint(rules[k].axes)][:1]
 
 
 def kernels_of(computation: Computation) -> Iterator[Kernel]:
