@@ -55,9 +55,9 @@ from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
 from . import starting
+from .api import named_program
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
-from .infer_dims import named_program
 from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
