@@ -169,9 +169,8 @@ class Layout:
             pairs = rules.items() if isinstance(rules, Mapping) else rules
             self.rules, self.from_pairs, self.resolve = tuple(map(_rule_of_pair, pairs)), True, "cost"
         else:
-            raise LayoutSyntaxError(
-                f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
-            )
+            text = f"Layout({rules!r}) is neither text nor a list of rules"
+            raise LayoutSyntaxError(text, fixes=['mp.Layout("batch: data; mlp: model")'])
         self.scheme = self.scheme if scheme is None else scheme
         self.resolve = resolve or self.resolve
         if self.resolve not in ("order", "cost"):
@@ -242,9 +241,8 @@ class Layout:
             key = (rule.dim, rule.scope)
             rules += replacing.pop(key, []) if key in replaced else [rule]
         rules += [r for r in right.rules if (r.dim, r.scope) not in replaced]
-        return self._with(
-            rules, scheme="", from_pairs=self.from_pairs or right.from_pairs, optional=self.optional | right.optional
-        )
+        pairs, optional = self.from_pairs or right.from_pairs, self.optional | right.optional
+        return self._with(rules, scheme="", from_pairs=pairs, optional=optional)
 
     def __ror__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
         """The left operand (text, a mapping or a list) with rules replaced and added from this layout; see :meth:`__or__`."""
@@ -398,9 +396,8 @@ def claim(
     refused: dict[int, int] = {}
     closed: set[int] = set()
     used: set[str] = set()
-    wanted = sorted(
-        (r, i) for i, (names, size) in enumerate(items) if names and size != 1 for r in layout.rules_of(names, scopes)
-    )
+    named = ((i, names) for i, (names, size) in enumerate(items) if names and size != 1)
+    wanted = sorted((r, i) for i, names in named for r in layout.rules_of(names, scopes))
     for r, i in wanted:
         if i in closed:
             continue

@@ -299,9 +299,8 @@ def _deserialize(content: bytes) -> Exported:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         facts, program = json.loads(archive.read("step.json")), archive.read("step.bin")
     if facts.pop("format") != FORMAT:
-        raise UnsupportedError(
-            "the step was exported by a newer version of meshpar", fixes=["pip install --upgrade meshpar"]
-        )
+        newer = "the step was exported by a newer version of meshpar"
+        raise UnsupportedError(newer, fixes=["pip install --upgrade meshpar"])
     for side in ("inputs", "outputs"):
         arrays = ({**x, "shape": tuple(x["shape"]), "spec": tuple(map(tuple, x["spec"]))} for x in facts[side])
         facts[side] = tuple(ExportedArray(**x) for x in arrays)

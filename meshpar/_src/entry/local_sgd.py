@@ -120,9 +120,8 @@ def local_sgd(
         mean = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
         raise UnsupportedError(f"{API}: blend={blend}, which must be above 0 and at most 1", fixes=[mean])
     if own := [name for name in OWN_OPTIONS if getattr(settings, name) is not None]:
-        raise UnsupportedError(
-            f"{API} donates the state, and has no static arguments: {', '.join(own)}", fixes=["leave it out"]
-        )
+        text = f"{API} donates the state, and has no static arguments: {', '.join(own)}"
+        raise UnsupportedError(text, fixes=["leave it out"])
     rules = Layout(rules, optional=True).with_first([Rule(REPLICA, (over,))])
     combine = None if exchange is None else optax.with_extra_args_support(exchange)
     return LocalSgd(step, where, rules, settings, where.shape[over], every, outer, combine, fragments, blend)

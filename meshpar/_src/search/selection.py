@@ -266,8 +266,7 @@ def _mergers(point: Point, keep: Collection[str]) -> Iterator[Point]:
         if not all(used_together(major, minor, r.axes) for r in point.rules):
             continue
         rules = tuple(replace(r, axes=tuple(a for a in r.axes if a != minor)) for r in point.rules)
+        merged = major, size[major] * size[minor]
         for gone, place in ((minor, major), (major, minor)):
-            sizes = tuple(
-                (major, size[major] * size[minor]) if a == place else (a, n) for a, n in point.sizes if a != gone
-            )
-            yield Point(sizes, rules)
+            sizes = (merged if a == place else (a, n) for a, n in point.sizes if a != gone)
+            yield Point(tuple(sizes), rules)

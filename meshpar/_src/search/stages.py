@@ -88,9 +88,8 @@ def staged_space(
     traced, topology = base.program.traced, settings.topology
     try:
         assignment = AxisAssignment(traced, rules, dict(among[0]))
-        program = rewrite_pipelines(
-            traced, assignment.value_spec, rules.unscoped, assignment.sizes, base.request.schedule, base.request.gather
-        )
+        how = base.request.schedule, base.request.gather
+        program = rewrite_pipelines(traced, assignment.value_spec, rules.unscoped, assignment.sizes, *how)
         if program is None:
             return None
         space = Space.of(program, among, rules, settings.options.forbid)
