@@ -8,12 +8,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError, UnknownDimError
-from .dims import DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
+from .dims import NAME, DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
 from .iterables import grouped
 from .units import mesh_text
 
@@ -27,7 +27,6 @@ _LEFT = re.compile(
         (?P<dim>[A-Za-z_][\w\-]*)(?P<optional>\?)?\Z""",
     re.VERBOSE,
 )
-_AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")
 _PAIRS = re.compile(r"""[^",:]+:[^",:]+(,[^",:]+:[^",:]+)+\Z""")
 """Rules of one dim each that commas separate, as in Mesh-TensorFlow: ``batch:rows,hidden:cols``."""
 UNSHARDED = "(nothing sharded)"
@@ -353,15 +352,8 @@ class Layout:
         claimed, refused = claim(self, list(zip(names, shape or [None] * len(names), strict=True)), sizes, scopes)
         if refused and shape is not None:
             i, rule = next(iter(refused.items()))
-            raise divisibility_error(
-                path=path,
-                shape=shape,
-                dims=format_dims(parsed),
-                dim=str(parsed[i]),
-                size=shape[i],
-                rule=self.rules[rule],
-                sizes=sizes,
-            )
+            value: dict[str, Any] = {"path": path, "shape": shape, "dims": format_dims(parsed)}
+            raise divisibility_error(**value, dim=str(parsed[i]), size=shape[i], rule=self.rules[rule], sizes=sizes)
         return to_partition_spec(tuple(claimed))
 
 
@@ -506,7 +498,7 @@ def _parse(text: str) -> Iterable[Rule]:
         right, rounds = _rounds(right, statement)
         axes = _axes(right)
         for axis in axes:
-            if not _AXIS.match(axis):
+            if not NAME.match(axis):
                 fix = "one axis, or several joined by `+`: `batch: slice+data`"
                 raise _bad_rule(statement, f": {axis!r} is not an axis", fix)
         for item in (d.strip() for d in left.split(",")):
@@ -656,7 +648,7 @@ def _rule_of_pair(pair: object) -> Rule:
         if isinstance(axes, str):
             axes, rounds = _rounds(axes, f"{dim}: {axes}")
         axes = () if axes is None else _axes(axes) if isinstance(axes, str) else tuple(axes)
-        if not all(isinstance(a, str) and _AXIS.match(a) for a in axes):
+        if not all(isinstance(a, str) and NAME.match(a) for a in axes):
             raise TypeError
     except (TypeError, ValueError):
         raise LayoutSyntaxError(

@@ -17,11 +17,11 @@ from ..errors import IdleDevicesWarning, LayoutSyntaxError, MeshError
 from .compat.devices import device_mesh as ordered_devices
 from .compat.jax import mesh_in_context, user_stacklevel, with_auto_axes
 from .compat.processes import DEVICES, ELASTIC, process_count
+from .dims import NAME
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh
 from .units import mesh_text
 
-_NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")
 _AXIS = re.compile(r"([^=:]*)[=:]\s*(-?\d{1,9})\s*\Z")
 
 
@@ -45,7 +45,7 @@ def parse_mesh(spec: MeshSizes | Sequence[int], names: Sequence[str] | None = No
     sizes: dict[str, int] = {}
     for axis, size in _axes_and_sizes(spec, names):
         valid = isinstance(size, int | np.integer) and not isinstance(size, bool) and (size > 0 or size == -1)
-        if axis in sizes or not valid or not isinstance(axis, str) or not _NAME.match(axis):
+        if axis in sizes or not valid or not isinstance(axis, str) or not NAME.match(axis):
             why = "is given twice" if axis in sizes else "is not `axis=size`"
             raise LayoutSyntaxError(
                 f"mesh {spec!r}: {f'{axis}={size}'.strip('=')!r} {why}",
