@@ -54,10 +54,8 @@ def _lines(move: MovePlan) -> Iterator[tuple[str, str]]:
 def _arrays(move: MovePlan, colours: AxisColours) -> Table:
     """The arrays, grouped by dims and shardings."""
     rows = []
-    groups = grouped_by(
-        move.arrays, lambda a: (a.dims, *(str(o.sharding.spec) for o in a.operands), str(a.sharding.spec))
-    )
-    for group in groups:
+    specs = lambda a: [str(of.sharding.spec) for of in (*a.operands, a)]  # noqa: E731
+    for group in grouped_by(move.arrays, lambda a: (a.dims, *specs(a))):
         a = group[0]
         names = a.dims.split(" → ")
         sides = [(names[0], a.operands[0].sharding, a.operands[0].shape), (names[-1], a.sharding, a.shape)]

@@ -22,7 +22,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, Literal
 
 import jax
@@ -115,22 +114,20 @@ class Report:
 
     def __rich__(self) -> Any:
         """The result, a line per run, and the errors in full: ``✓ data=4  batch: data  1.2e-07 in nu/up``."""
-        skipped = [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
-        lines = [*(r.cells() for r in self.rows), *skipped]
+        lines = [r.cells() for r in self.rows]
+        lines += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
         layouts = {layout for _, _, layout, _, _ in lines}
         of = f" of `{layouts.pop()}`" if len(layouts) == 1 else ""
-        several = not of, len({r.lowering for r in self.rows}) > 1, True  # layouts, lowerings: else no column
-        table = [(_mark(f"{mark} {mesh}"), *map(Text, compress(cells, several))) for mark, mesh, *cells in lines]
-        errors = [str(r.error) for r in self.rows if r.error is not None]
-        head = (
-            f"{'✓' if self.ok else '✗'} {len(self.rows) - len(errors)} of {len(self.rows)} runs{of} equal to the unsharded one, "
-            f"to {self.tolerance:g} of each leaf's largest value"
-        )
-        rounding = self._rounding()
-        notes = [*rounding, *(f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped)]
-        below = [Wrapped([Text(note)], hang=2) for note in notes]
-        head = Wrapped([_mark(head + ", or up to rounding" * bool(rounding))], hang=2)
-        return Group(head, hanging(table), *below, *map(Text, errors))
+        # of layout, lowering and difference; the first two have a column where they differ
+        columns = [0] * (not of) + [1] * (len({r.lowering for r in self.rows}) > 1) + [2]
+        table = [(_mark(f"{mark} {mesh}"), *(Text(of_run[k]) for k in columns)) for mark, mesh, *of_run in lines]
+        errors, rounding = [str(r.error) for r in self.rows if r.error is not None], self._rounding()
+        equal = f"{len(self.rows) - len(errors)} of {len(self.rows)} runs{of} equal to the unsharded one"
+        head = f"{'✓' if self.ok else '✗'} {equal}, to {self.tolerance:g} of each leaf's largest value"
+        notes = map(Text, [*rounding, *(f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped)])
+        texts = _mark(head + ", or up to rounding" * bool(rounding)), *notes
+        first, *below = (Wrapped([text], hang=2) for text in texts)
+        return Group(first, hanging(table), *below, *map(Text, errors))
 
     def _rounding(self) -> list[str]:
         """The notes about the leaves that differ by rounding; empty if there are none."""
