@@ -199,7 +199,7 @@ def test_bars_and_legend_of_gpus_have_their_parts_only():
     assert "collectives over slice<" not in text
     assert "vector units alone" not in text
     assert "returns at the opposite side" not in text
-    other = plan_page(planned(topology="v5e:2x4"))
+    other = plan_page(planned(topology="v5e:4x4", mesh="data=4, model=4"))
     assert "collectives over data<" in other
     assert "vector units alone" in other
     assert "returns at the opposite side" in other
