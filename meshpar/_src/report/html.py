@@ -11,6 +11,7 @@ import jax
 from ..cost.decoding import decoding_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
+from ..iterables import grouped
 from ..plan.collectives import Collective
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, with_article
@@ -222,8 +223,8 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
     """The legend of the colours of bars: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
     used = sorted({c.axes for c in plan.collectives if c.axes}, key=lambda axes: [*map([*plan.sizes].index, axes)])
-    same = facts.grouped(used, colours.first)  # several may have the colour of one axis
-    return key([*kinds, *((colours.first(g[0]), f"collectives over {', '.join(map('+'.join, g))}") for g in same)])
+    same = grouped((colours.first(axes), "+".join(axes)) for axes in used)
+    return key([*kinds, *((colour, f"collectives over {', '.join(axes)}") for colour, axes in same.items())])
 
 
 def rules_table(plan: Plan, colours: AxisColours) -> str:
