@@ -39,7 +39,7 @@ MIN_SAVED_SHARE = 0.01
 """Smallest saving of an edit that a hint mentions, as a fraction of the peak memory."""
 MAX_MICROBATCHES = 64
 """The largest number of microbatches that a hint suggests."""
-MIN_RECOMPUTED_SHARE = 0.05
+MIN_RECOMPUTED_SHARE = 0.03
 """Smallest time of recomputed matmuls that a hint mentions, as a fraction of the step."""
 
 
