@@ -506,7 +506,7 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
         ("small", "no machine is given\n  fix     --topology"),
         ("small --topology v5q:2x2", "topology 'v5q:2x2' is not known"),
         ("small --mesh data=4 --layout fspd", "the target's LAYOUTS are: fsdp, dp"),
-        ("small --mesh data=4 --layout megatrn", "did you mean megatron?"),
+        ("small --mesh data=4 --layout megatrn", "did you mean `megatron`?"),
         ("small --mesh data=4 --layout batch=data", "write `:` in rules: `batch: data`"),
         ("small --mesh data=4 --layout 'embd: data'", "did you mean `embed`?"),
         ("small --mesh data=3 --layout fsdp", "does not divide over data=3"),

@@ -822,7 +822,7 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
     raise TargetError(
         f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
         fixes=[
-            *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
+            *(f"did you mean `{name}`?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
             f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
         ],
     )

@@ -15,6 +15,7 @@ from ..mesh import planned_mesh
 from ..plan.checks import kernel_rule_text, sequence_name, unnamed_results, unnamed_weights
 from ..plan.collectives import dcn_bytes_sent
 from ..plan.plan import Plan
+from ..program.guessed_names import GIVEN
 from ..program.ir import Op
 from ..program.pipeline import stack_notes
 from ..program.roles import unread_state
@@ -44,7 +45,8 @@ def with_notes(plan: Plan) -> Plan:
     idle = ", ".join(f"`{a}`" for a in idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
-    if inferred := plan.program.traced.inferred:
+    guessed = plan.program.traced.inferred.items()
+    if inferred := [path for path, votes in guessed if any(vote and vote.weight < GIVEN for vote in votes)]:
         weights = any(v.kind == "params" and v.path in inferred for v in plan.program.inputs)
         names = "the names of dims" + f" of {', '.join(inferred)}" * (not weights)
         notes.append(f"{names} are inferred from their uses: mp.infer_dims or `meshpar names` lists the names")
