@@ -78,8 +78,8 @@ class Row:
         place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
         leaf = f"largest difference {self.difference:.1e} in {place}" if self.difference else "no difference"
         if some and self.error is None:
-            leaf = f"{self.leaves - some} of {self.leaves} leaves within the tolerance (at most {self.difference:.1e})"
-        rounded = f"; {some} differ{'s' * (some == 1)} by rounding only, each op verified" if some else ""
+            leaf = f"largest difference {self.difference:.1e}"
+        rounded = f"; {some} of {self.leaves} leaves differ{'s' * (some == 1)} by more, as rounding explains" if some else ""
         mark = "✓" if self.error is None else "✗"
         return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
 
@@ -126,7 +126,7 @@ class Report:
         runs = f"{mark} {len(self.rows) - bad} of {len(self.rows)} runs{of} equal to the unsharded one"
         head, notes = f"{runs}, to {self.tolerance:g} of each leaf's largest value", []
         if any(r.explained for r in self.rows):
-            head += ", or up to rounding"
+            head += " or, each op verified, up to rounding"
             paths = list(dict.fromkeys(path for r in self.rows for path in r.explained))
             more = len(paths) - MAX_ROUNDING_PATHS
             shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + (f" and {more} more" if more > 0 else "")
