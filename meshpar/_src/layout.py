@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -303,11 +303,12 @@ class Layout:
         """The scopes of this layout that hold for a value: its kind (``params``, ``opt``) and the path patterns."""
         return scopes_of(dict.fromkeys(r.scope for r in self.rules if r.scope is not None), path, kind)
 
-    def check_axes(self, mesh: AnyMesh) -> None:
-        """Raise UnknownAxisError where a rule names an axis that the mesh lacks."""
+    def check_axes(self, mesh: AnyMesh, dims: Collection[str] | None = None) -> None:
+        """Raise UnknownAxisError where a rule names an axis that the mesh lacks; ``dims``: of the program, if it is known."""
         for rule, axis in ((r, a) for r in self.rules for a in r.axes if a not in mesh.shape):
             sizes = mesh_text(mesh.shape)
-            fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
+            swapped = rule.dim in mesh.shape and (dims is None or axis in dims)
+            fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * swapped
             same = [a for a in mesh.shape if OTHER_AXES.get(a, a) == OTHER_AXES.get(axis, axis)]
             named = replace(rule, axes=tuple(same[0] if a == axis else a for a in rule.axes)) if same else rule
             fixes += [f"write `{named}`"] if same else did_you_mean(axis, mesh.shape, "axes")

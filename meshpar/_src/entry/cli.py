@@ -534,7 +534,7 @@ def _lab(args: argparse.Namespace) -> int:
     given = parse_options(args.set)
     target = _loaded(args, given)
     layout = None if args.layout is None else _layout(args, target, args.layout)
-    mesh = _mesh(args, args.mesh, args.topology, layout)
+    mesh = _mesh(args, args.mesh, args.topology, layout or "")
 
     def lab(target: Target, layout: str | None) -> mp.types.Lab:
         """The lab of a target under ``layout``."""
@@ -767,7 +767,7 @@ def _where(args: argparse.Namespace, target: Target, *where: str | None) -> tupl
     mesh = _mesh(args, given, topology, layout)
     if layout is None:
         layout = _default_layout(args, target, mesh, topology)
-        _say(args, f"default  layout: {'FSDP' if ';' in layout else layout} over the first axis")
+        _say(args, f"default  layout: {layout}")
     return mesh, layout
 
 
@@ -778,14 +778,14 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` for a layout with
-    the axis between slices."""
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` over several slices,
+    unless a layout is given that lacks the axis between slices."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
         where = parse_topology(topology)
         mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
-        if where.slices > 1 and BETWEEN_SLICES in mp.Layout(layout or "").axes:
+        if where.slices > 1 and (layout is None or BETWEEN_SLICES in mp.Layout(layout).axes):
             mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
             what = f"the slices of {topology}, and one axis in each"
         _say(args, f"default  mesh: {mesh}, {what}")
@@ -815,7 +815,7 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
     raise TargetError(
         f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
         fixes=[
-            *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
+            *(f"did you mean `{name}`?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
             f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
         ],
     )
@@ -827,13 +827,14 @@ def _layouts(args: argparse.Namespace, target: Target, given: Sequence[str] | No
 
 
 def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topology: str | None) -> str:
-    """The text of FSDP over the first axis of the mesh, with the rules whose dims exist.
+    """The text of FSDP over the first axis of the mesh, with the rules whose dims exist. On a mesh whose first axis is ``slice``:
+    HSDP over the first two axes or, if that does not fit the memory, FSDP over both.
 
     Raises:
       TargetError: the target has neither dim.
     """
     bare = _traced(args, target, mesh, topology, "")
-    axis = next(iter(bare.sizes))
+    axis, *others = bare.sizes
     names = bare.program.all_names()
     dims = [d for d in ("batch", "embed") if d in names]
     if not dims:
@@ -841,7 +842,14 @@ def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topolog
             f"{target.name} has neither a dim `batch` nor a dim `embed` for the default layout",
             fixes=[f"say one: --layout 'dim: {axis}'", f"its dims are {', '.join(sorted(names)[:12])}"],
         )
-    return "; ".join(f"{d}: {axis}" for d in dims)
+    if axis != BETWEEN_SLICES or not others:
+        return "; ".join(f"{d}: {axis}" for d in dims)
+    both = f"{axis}+{others[0]}"
+    hsdp, fsdp = ("; ".join(f"{d}: {both if d == 'batch' else weights}" for d in dims) for weights in (others[0], both))
+    if fits(bare.replan(layout=hsdp)) is not False:
+        return hsdp
+    _say(args, f"default  `{hsdp}` does not fit: weights are sharded over `{axis}` too")
+    return fsdp
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:

@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ...errors import MeshparError, UnknownAxisError, UnsupportedError
-from ..hardware.topology import device_count, larger_topologies
+from ..hardware.topology import device_count, larger_topologies, parse_topology
 from ..layout import UNSHARDED, Layout
 from ..mesh import parse_mesh
 from ..plan_api import Plan
@@ -218,10 +218,11 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than under FSDP, the default layout; where FSDP does not fit or divide the arguments,
-        than under the best known scheme that does. "" where there is none, or it is the best itself."""
+        """How much shorter the best step is than under the default layout: FSDP, over several slices HSDP if it fits. Where that does
+        not fit or divide the arguments, than under the best known scheme that does. "" where there is none, or it is the best itself."""
         known = {r.name: r for r in reversed(self.rows) if r.name not in ("", "yours")}
-        default, what = known.pop("fsdp", None), "the default layout"
+        hsdp = known.get("hsdp") if parse_topology(self.topology).slices > 1 else None
+        default, what = hsdp if hsdp and hsdp.fits and not hsdp.undivided else known.get("fsdp"), "the default layout"
         why = "" if default is None else default.undivided or "it does not fit" * (not default.fits)
         row = default
         if row is None or why:
