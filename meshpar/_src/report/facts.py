@@ -42,6 +42,8 @@ MEASURED_GPU_STEPS = (1.14, 1.18)
 COMPILED_STEP_ERROR = 0.24
 """Largest difference of planned steps from the TPU compiler's schedules, without the kernels that these count as 0 s; source:
 ``benchmarks/results/agreement.md``."""
+STARTS = "starts of kernels"
+"""Part of a step: the seconds of short kernels beyond their work."""
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -106,7 +108,7 @@ def time_bounds(time: Time) -> str:
 
 def parts_text(time: Time) -> str:
     """The parts of a step if nothing overlaps, longest first: ``communication 212 ms, matmuls 80.9 ms, memory traffic 50.8 ms``."""
-    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector}
+    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector, STARTS: time.starts}
     parts |= {"communication": time.communication, "copies to and from the host": time.to_host + time.to_device}
     return ", ".join(f"{k} {format_seconds(v)}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
 

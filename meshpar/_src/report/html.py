@@ -211,8 +211,13 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
         ("collectives alone", time.communication, sent),
     ]
-    copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
-    rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
+    link = "copies over the link to the host"
+    others = (
+        (f"{facts.STARTS} alone", time.starts, "short kernels, beyond their work"),
+        ("copies to the host alone", time.to_host, link),
+        ("copies to the device alone", time.to_device, link),
+    )
+    rows += [(label, n, [("ink", n, of)]) for label, n, of in others if n]
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
     notes = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in step_notes(plan))}</ul>"
