@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -153,9 +154,35 @@ def attention_hint(plan: Plan) -> str | None:
     )
 
 
+def fused_hints(plan: Plan) -> list[str]:
+    """The weights with several arrays in a sharded dim (queries, keys and values), and the bytes that cutting it sends."""
+    root_of, sent = plan.program.unifier.weak_root, defaultdict[str, float](float)
+    weights = sorted((v for v in plan.program.inputs if v.kind == "params"), key=lambda v: v.elements)
+    weight_of = {root_of(node): v for v in weights for node in v.nodes if node >= 0}  # the largest, not a bias
+    for c in plan.collectives:
+        op = c.origin
+        if c.op != "all-to-all" or op is None or op.rule is None:
+            continue
+        along = {f for pair in op.rule.sharded_like for f in pair}
+        arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
+        cut = [(v.shape[i], v.nodes[i]) for v, dims in arrays if v for i, fs in enumerate(dims or ()) if along & {*fs}]
+        if cut and (weight := weight_of.get(root_of(max(cut)[1]))) is not None:
+            sent[re.sub(r"\d+", "*", weight.path or "")] += c.total_bytes
+    return [
+        f"`{path}` has several arrays in one sharded dim, and cutting it sends {format_bytes(size)} of all-to-alls. Use one weight "
+        "for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
+        "docs/names.md#fused-kernels"
+        for path, size in sorted(sent.items(), key=lambda x: -x[1])[:MAX_HINTS]
+    ]
+
+
 def program_hints(plan: Plan) -> list[str]:
-    """The edits of the program that avoid storing attention scores, or sending operands."""
-    return [*filter(None, [attention_hint(plan)]), *(hint.text(plan) for hint in exchange_hints(plan))]
+    """The edits of the program that avoid storing attention scores, cutting fused weights, or sending operands."""
+    return [
+        *filter(None, [attention_hint(plan)]),
+        *fused_hints(plan),
+        *(hint.text(plan) for hint in exchange_hints(plan)),
+    ]
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:
