@@ -26,7 +26,7 @@ from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
 from ..plan.steps import Run, Step
-from ..program.ir import Op, Value
+from ..program.ir import Op, Program, Value
 from ..program.pipeline import layer_loops
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
@@ -125,22 +125,28 @@ def _state_hint(plan: Plan) -> str | None:
     )
 
 
-def attention_hint(plan: Plan) -> str | None:
-    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none.
+def attention_scores(program: Program) -> tuple[list[Op], set[Value]]:
+    """The matmuls of queries and keys; their results, and what is computed elementwise of these.
 
     Scores are the results of a batched matmul that are larger than its operands, and of which an exponential (the softmax) is
     computed elementwise.
     """
-    flow, time = plan.program.cached(elementwise_flow), time_of(plan)
-    exponentials = {v for op in plan.program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
+    flow = program.cached(elementwise_flow)
+    exponentials = {v for op in program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
     made, scores = list[Op](), set[Value]()
-    for op in plan.program.root.walk():
+    for op in program.root.walk():
         if op.primitive.family != "dot" or op.primitive.matmul_dims is None:
             continue
         batch, *sides, contracted = op.primitive.matmul_dims(op.eqn, *(v.aval.shape for v in op.eqn.invars[:2]))
         if batch > 1 and min(sides) > contracted and not exponentials.isdisjoint(flow.after(op.outs)):
             made.append(op)
             scores |= {v for v in flow.spread(op.outs, ()) if v.elements == op.outs[0].elements}
+    return made, scores
+
+
+def attention_hint(plan: Plan) -> str | None:
+    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none."""
+    (made, scores), time = plan.program.cached(attention_scores), time_of(plan)
     kernels = [k for k in kernels_of(computation_of(plan)) if any(b.value in scores for b in (*k.reads, *k.writes))]
     stored = [b.bytes for k in kernels for b in k.writes if b.value in scores]
     if not stored:
