@@ -441,8 +441,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; where the plan does not fit, FSDP on a mesh of one axis counts as well. Else the command of a search, on more devices if the plan's cannot store its state. Schemes that
-    lack an axis of the plan's layout do not count."""
+    :data:`WORTH_TRYING`; where the plan does not fit, FSDP on a mesh of one axis counts as well. Else the command of a search, on
+    more devices if the plan's cannot store its state. Schemes that lack an axis of the plan's layout do not count."""
     if where := topology_for_state(plan):
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
@@ -678,6 +678,11 @@ def _check(args: argparse.Namespace) -> int:
     default = f"data={args.devices}"
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
+    if meshes is None:
+        _say(
+            args,
+            f"default  mesh: all shapes of {args.devices} devices for the axes of the layout, since no --mesh is given",
+        )
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)

@@ -132,8 +132,9 @@ def verdict(plan: Plan) -> str:
         if shares
         else ""
     )
+    takes = facts.takes_text(facts.fits(plan)).capitalize()
     return (
-        f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. A step takes about '
+        f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. {takes} about '
         f"<b>{format_seconds(time.seconds)}</b> (MFU {100 * time.mfu:.0f} %){bound}.</p>"
     )
 

@@ -72,8 +72,8 @@ def _is_matmul(step: Step) -> bool:
 
 
 def _matmul_title(plan: Plan, step: Step) -> str:
-    """``embed → mlp``: the dims that a matmul contracts, and those that its second operand adds; of attention what it multiplies; ""
-    for another op, or without names."""
+    """``embed → mlp``: the dims that a matmul contracts, and those that its second operand adds; of attention what it
+    multiplies; "" for another op, or without names."""
     if not isinstance(step, Run) or len(step.op.ins) != 2 or not step.op.primitive.matmul:
         return ""
     made, scores = plan.program.cached(attention_scores)
