@@ -286,7 +286,11 @@ def test_the_next_command_after_a_plan(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     where = ("--topology", "v5e:4x4", "--set", "batch=16, layers=2", "--mesh")
     options = ["--names", "head_dim=_,layers=_", "--overlap", "off", "--strict", "--donate", "state"]
-    cases = ("dp=16", "batch: dp"), ("data=16", "fsdp", *options), ("data=4, model=4", "batch: data", "--set", "batch=256")
+    cases = (
+        ("dp=16", "batch: dp"),
+        ("data=16", "fsdp", *options),
+        ("data=4, model=4", "batch: data", "--set", "batch=256"),
+    )
     outputs = (command("plan", llama, *where, mesh, "--layout", *more)[1] for mesh, *more in cases)
     slow, fast, misfit = ("next" + out.rpartition("\nnext")[2].rstrip() for out in outputs)
     assert slow.startswith("next  --layout ")
