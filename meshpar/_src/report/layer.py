@@ -79,9 +79,8 @@ def _matmul_title(plan: Plan, step: Step) -> str:
     made, scores = plan.program.cached(attention_scores)
     if step.op in made or not scores.isdisjoint(step.op.ins):
         return "queries × keys" if step.op in made else "scores × values"
-    left, right, out = (
-        [name for name in plan.program.dims(v) if name] if v is not None else [] for v in (*step.op.ins, *step.op.outs)
-    )
+    values = (*step.op.ins, *step.op.outs)
+    left, right, out = ([name for name in plan.program.dims(v) if name] if v is not None else [] for v in values)
     contracted, added = [d for d in left if d not in out], [d for d in out if d in right and d not in left]
     return f"{' '.join(contracted)} → {' '.join(added)}" if contracted and added else ""
 
