@@ -129,12 +129,12 @@ def time_bounds(time: Time) -> str:
 
 
 def parts_text(time: Time) -> str:
-    """The parts of a step if nothing overlaps, longest first, without those below a thousandth: ``communication 212 ms, matmuls 80.9 ms, memory traffic 50.8 ms``."""
+    """The parts of a step if nothing overlaps, longest first, without those below a thousandth of it: ``communication 212 ms,
+    matmuls 80.9 ms, memory traffic 50.8 ms``."""
     parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector, STARTS: time.starts}
     parts |= {"communication": time.communication, "copies to and from the host": time.to_host + time.to_device}
-    return ", ".join(
-        f"{k} {format_seconds(v)}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v > 1e-3 * time.serial
-    )
+    ranked = sorted(parts.items(), key=lambda x: -x[1])
+    return ", ".join(f"{k} {format_seconds(v)}" for k, v in ranked if v > 1e-3 * time.serial)
 
 
 def accuracy_text(plan: Plan) -> str:
