@@ -248,20 +248,31 @@ def test_a_layout_of_those_for_every_model(run, planned):
 # -- diff, check, compile
 
 
-def test_the_next_command_after_a_plan(command):
-    """A known scheme that fits or is faster, on the same mesh, with its figures; else a search."""
+def test_the_next_command_after_a_plan(command, monkeypatch):
+    """A known scheme that fits or is faster, with its figures, where nothing fits also on one axis; else a search with the user's
+    options of the step. Only commands are longer than the terminal."""
     llama = str(Path(__file__).parent.parent / "examples" / "llama.py") + ":llama3_8b"
+    monkeypatch.setenv("COLUMNS", "60")
     where = ("--topology", "v5e:4x4", "--set", "batch=16, layers=2", "--mesh")
-    slow, fast = (
-        command("plan", llama, *where, f"{axis}=16", "--layout", layout)[1].splitlines()[-1]
-        for axis, layout in (("dp", "batch: dp"), ("data", "fsdp"))
+    options = ["--names", "head_dim=_,layers=_", "--overlap", "off", "--strict", "--donate", "state"]
+    cases = (
+        ("dp=16", "batch: dp"),
+        ("data=16", "fsdp", *options),
+        ("data=4, model=4", "batch: data", "--set", "batch=256"),
     )
+    outputs = (command("plan", llama, *where, mesh, "--layout", *more)[1] for mesh, *more in cases)
+    slow, fast, misfit = ("next" + out.rpartition("\nnext")[2].rstrip() for out in outputs)
     assert slow.startswith("next  --layout ")
     assert fast.startswith("next  meshpar search ")
     layout = shlex.split(slow)[2].rstrip(":")
     assert mp.Layout(layout).rules[0].axes == ("dp",)
     found = json.loads(command("plan", llama, *where, "dp=16", "--layout", layout, "--json")[1])
     assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in slow
+    assert set(options) < set(shlex.split(fast.removesuffix(": other meshes and layouts")))
+    assert misfit.startswith("next  --mesh data=16 --layout fsdp: ")
+    found = json.loads(command("plan", llama, *where, "data=16", "--layout", "fsdp", "--set", "batch=256", "--json")[1])
+    assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in misfit
+    assert max(map(len, slow.splitlines())) <= 60 < len(fast.splitlines()[0])
 
 
 def test_the_head_of_a_plan(run):
@@ -422,8 +433,9 @@ def test_a_check_that_fails_has_status_one(run, monkeypatch):
     wrong = Row("data=8", "batch: data", "jit", "0/w", 0.5, 3, error=mp.errors.CheckError("0/w differs"))
     raised = []
     monkeypatch.setattr(mp, "check", lambda *_, raises, **__: raised.append(raises) or Report(rows=[wrong]))
-    status, out, _ = run("check small --layout dp")
+    status, out, err = run("check small --layout dp")
     assert status == 1
+    assert "default  mesh: all shapes of 8 devices for the axes of the layout, since no --mesh is given" in err
     assert raised == [False]  # differences are in the report
     assert [line[:26] for line in out.splitlines()[:2]] == ["✗ 0 of 1 runs of `batch: d", "✗ data=8  largest differen"]
 

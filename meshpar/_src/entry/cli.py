@@ -438,38 +438,58 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; else the command of a search, on more devices if the plan's cannot store its state. Schemes that
-    lack an axis of the plan's layout do not count."""
+    :data:`WORTH_TRYING`; where the plan does not fit, FSDP on a mesh of one axis counts as well. Else the command of a search, on
+    more devices if the plan's cannot store its state. Schemes that lack an axis of the plan's layout do not count."""
     if where := topology_for_state(plan):
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
     own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
+
+    def add(flags: str, **changes: Any) -> None:
+        """Plan with some changes, and add the result to ``found`` if it fits."""
+        with quiet(), contextlib.suppress(MeshparError):
+            other = plan.replan(**changes)
+            if fits(other) and other.seconds is not None:
+                found.append((other.seconds, other.memory.peak, flags))
+
+    if not fits(plan) and len(plan.sizes) > 1:
+        mesh = f"data={plan.mesh.size}"
+        add(f"--mesh {mesh} --layout fsdp", mesh=mesh, layout="fsdp")
     for name, scheme in PRESETS.items():
         layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
         has_axes = set(plan.layout.axes) <= set(layout.axes) <= plan.sizes.keys()
         if has_axes and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
-            with quiet(), contextlib.suppress(MeshparError):
-                other = plan.replan(layout=layout)
-                if fits(other) and other.seconds is not None:
-                    found.append((other.seconds, other.memory.peak, name if layout == scheme() else f'"{layout}"'))
-    seconds, peak, name = min(found, default=(math.inf, 0.0, ""))
+            add(f"--layout {name}" if layout == scheme() else f'--layout "{layout}"', layout=layout)
+    seconds, peak, flags = min(found, default=(math.inf, 0.0, ""))
     if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
-        return f"--layout {name}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory, on the same mesh"
+        where = ", on the same mesh" * ("--mesh" not in flags)
+        return f"{flags}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory{where}"
     return f"{_command_line(args, 'search')}: other meshes and layouts"
 
 
 def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
-    """The line of another command for the same target, its arguments and the topology, with some flags."""
+    """The line of another command for the same target, its arguments, the topology and the options of the step, with some flags."""
     words = ["meshpar", command, args.target]
-    given = {"args": args.arguments, "dims": args.dims, "topology": args.topology, **flags}
-    for name, value in (*(("set", text) for text in args.set), *given.items()):
-        words += [] if value is None else [f"--{name}", value]
+    given = {"set": args.set, "args": args.arguments, "dims": args.dims, "topology": args.topology}
+    options = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
+    given |= {
+        f.metadata["flag"][2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default
+    }
+    for name, value in {**given, **flags}.items():
+        value = ",".join(f"{old}={new}" for old, new in value.items()) if isinstance(value, dict) else value
+        for text in value if isinstance(value, list) else [value] * (value is not None):
+            words += [f"--{name}"] if text is True else [f"--{name}", text]
     return shlex.join(words)
 
 
 def _show_next(line: str) -> None:
-    """Print what to do next, as a line to copy."""
-    print(f"\n{shown_text(Text('next', 'bold green'))}  {line}")
+    """Print what to do next: a command in one line, to copy."""
+    head = Text("next", "bold green")
+    print(
+        "",
+        f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)])),
+        sep="\n",
+    )
 
 
 @contextlib.contextmanager
@@ -653,6 +673,11 @@ def _check(args: argparse.Namespace) -> int:
     default = f"data={args.devices}"
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
+    if meshes is None:
+        _say(
+            args,
+            f"default  mesh: all shapes of {args.devices} devices for the axes of the layout, since no --mesh is given",
+        )
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
 from ..plan.steps import Step
-from ..program.ir import Op, Value
+from ..program.ir import Op, Program, Value
 from ..program.pipeline import layer_loops
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
@@ -124,22 +125,28 @@ def _state_hint(plan: Plan) -> str | None:
     )
 
 
-def attention_hint(plan: Plan) -> str | None:
-    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none.
+def attention_scores(program: Program) -> tuple[list[Op], set[Value]]:
+    """The matmuls of queries and keys; their results, and what is computed elementwise of these.
 
     Scores are the results of a batched matmul that are larger than its operands, and of which an exponential (the softmax) is
     computed elementwise.
     """
-    flow, time = plan.program.cached(elementwise_flow), time_of(plan)
-    exponentials = {v for op in plan.program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
+    flow = program.cached(elementwise_flow)
+    exponentials = {v for op in program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
     made, scores = list[Op](), set[Value]()
-    for op in plan.program.root.walk():
+    for op in program.root.walk():
         if op.primitive.family != "dot" or op.primitive.matmul_dims is None:
             continue
         batch, *sides, contracted = op.primitive.matmul_dims(op.eqn, *(v.aval.shape for v in op.eqn.invars[:2]))
         if batch > 1 and min(sides) > contracted and not exponentials.isdisjoint(flow.after(op.outs)):
             made.append(op)
             scores |= {v for v in flow.spread(op.outs, ()) if v.elements == op.outs[0].elements}
+    return made, scores
+
+
+def attention_hint(plan: Plan) -> str | None:
+    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none."""
+    (made, scores), time = plan.program.cached(attention_scores), time_of(plan)
     kernels = [k for k in kernels_of(computation_of(plan)) if any(b.value in scores for b in (*k.reads, *k.writes))]
     stored = [b.bytes for k in kernels for b in k.writes if b.value in scores]
     if not stored:
@@ -153,9 +160,35 @@ def attention_hint(plan: Plan) -> str | None:
     )
 
 
+def fused_hints(plan: Plan) -> list[str]:
+    """The weights with several arrays in a sharded dim (queries, keys and values), and the bytes that cutting it sends."""
+    root_of, sent = plan.program.unifier.weak_root, defaultdict[str, float](float)
+    weights = sorted((v for v in plan.program.inputs if v.kind == "params"), key=lambda v: v.elements)
+    weight_of = {root_of(node): v for v in weights for node in v.nodes if node >= 0}  # the largest, not a bias
+    for c in plan.collectives:
+        op = c.origin
+        if c.op != "all-to-all" or op is None or op.rule is None:
+            continue
+        along = {f for pair in op.rule.sharded_like for f in pair}
+        arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
+        cut = [(v.shape[i], v.nodes[i]) for v, dims in arrays if v for i, fs in enumerate(dims or ()) if along & {*fs}]
+        if cut and (weight := weight_of.get(root_of(max(cut)[1]))) is not None:
+            sent[re.sub(r"\d+", "*", weight.path or "")] += c.total_bytes
+    return [
+        f"`{path}` has several arrays in one sharded dim, and cutting it sends {format_bytes(size)} of all-to-alls. Use one weight "
+        "for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
+        "docs/names.md#fused-kernels"
+        for path, size in sorted(sent.items(), key=lambda x: -x[1])[:MAX_HINTS]
+    ]
+
+
 def program_hints(plan: Plan) -> list[str]:
-    """The edits of the program that avoid storing attention scores, or sending operands."""
-    return [*filter(None, [attention_hint(plan)]), *(hint.text(plan) for hint in exchange_hints(plan))]
+    """The edits of the program that avoid storing attention scores, cutting fused weights, or sending operands."""
+    return [
+        *filter(None, [attention_hint(plan)]),
+        *fused_hints(plan),
+        *(hint.text(plan) for hint in exchange_hints(plan)),
+    ]
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:

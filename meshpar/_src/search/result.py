@@ -23,7 +23,7 @@ from ..plan_api import Plan
 from ..report.colours import AxisColours
 from ..report.diff import MIN_DIFFERENCE, longer_parts
 from ..report.document import Document
-from ..report.facts import calibration_text, title
+from ..report.facts import calibration_text, takes_text, title
 from ..report.hints import memory_hints, program_hints
 from ..report.tables import Cell, Table, hanging, key, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
@@ -255,8 +255,8 @@ class Search(Document):
         )
         return (
             f'<h1>{escape(self.name or title(self._base))} <span class="dim">search on {escape(self.topology)}</span></h1>'
-            f'<p class="verdict">{verdict}A step takes about <b>{format_seconds(best.seconds)}</b> (MFU {100 * best.mfu:.0f} %), '
-            f"with {of}.{speedup}</p>"
+            f'<p class="verdict">{verdict}{takes_text(self.fits).capitalize()} about '
+            f"<b>{format_seconds(best.seconds)}</b> (MFU {100 * best.mfu:.0f} %), with {of}.{speedup}</p>"
             f'<dl class="facts">{chosen}</dl>{self._picture.drawing(rows)}{key(legend)}'
             f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
             f'<p class="dim">{escape(". ".join(text[:1].upper() + text[1:] for text in about if text))}.</p>'
