@@ -487,6 +487,16 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
         ("small --mesh data=4 --layout fspd", "the target's LAYOUTS are: fsdp, dp"),
         ("small --mesh data=4 --layout megatrn", "did you mean `megatron`?"),
         ("small --mesh data=4 --layout batch=data", "write `:` in rules: `batch: data`"),
+        ("small --mesh data=4 --layout 'batch data'", "fix did you mean `batch: data`?"),
+        (
+            "small --mesh dp_replicate=2,dp_shard=2 --layout hsdp",
+            "of the scheme `hsdp` names axis `slice`, which the mesh (dp_replicate=2, dp_shard=2) does not have "
+            'rule batch: slice+data fix --mesh "slice=2, data=2" or --layout "batch: dp_replicate+dp_shard; embed?: dp_shard"',
+        ),
+        (
+            "small --mesh dp_replicate=2,dp_shard=2 --layout 'batch: slice+data'",
+            "fix write `batch: dp_replicate+dp_shard`",
+        ),
         ("small --mesh data=4 --layout 'embd: data'", "did you mean `embed`?"),
         ("small --mesh data=3 --layout fsdp", "does not divide over data=3"),
         ("small --mesh data=4 --layout 'mlp: tp'", 'give the mesh that axis: --mesh "data=4, tp=1"; rules'),
@@ -810,7 +820,13 @@ def test_warnings_of_commands_do_not_have_the_line_of_the_command(capsys):
     assert capsys.readouterr().err.endswith("RepeatedWarning: repeated\n")
 
 
-def test_without_arguments_there_are_commands_to_start_with(capsys):
+def test_without_arguments_there_are_commands_to_start_with(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    main([])
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "\n      memory, communication and time of a layout\n" in narrow
+    monkeypatch.setenv("COLUMNS", "120")
     assert main([]) == 0
     text = capsys.readouterr().out
     lines = [

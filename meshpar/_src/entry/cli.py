@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
-        print(START)
+        print(_start(columns(sys.stdout)))
         return 0
     args, unknown = parser.parse_known_args(given)
     if unknown:
@@ -126,12 +126,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = shown
 
 
+def _start(width: int) -> str:
+    """:data:`START` in lines of ``width`` columns; where one would be longer, descriptions are below their commands."""
+    wide = max(map(len, START.splitlines())) <= width
+    narrow = re.sub(r"(?m)^(  meshpar \w+ +\S.*?) {4}(?=\w)", r"\1\n      ", START)
+    return _Help("meshpar")._fill_text(START if wide else narrow, width, "")
+
+
 def _show_error(error: MeshparError) -> None:
     """Print an error to stderr: the class in red, the fixes in green, and facts and fixes wrapped in their column."""
     head, *lines = str(error).split("\n")
     shown, style = list[Any]([Text.assemble((type(error).__name__, "bold red"), f": {head}")]), ""
     for line in lines:
-        line = re.sub(r'mp\.mesh\(("[^"]*")\)|\bmesh=(?=")', lambda call: f"--mesh {call[1] or ''}", line)
+        line = re.sub(r'mp\.mesh\(("[^"]*")\)', r"mesh=\1", line)
+        line = re.sub(r'\b(mesh|layout)=(?=")', r"--\1 ", line)
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
         style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
         shown.append(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
@@ -609,7 +617,7 @@ def _search(args: argparse.Namespace) -> int:
     if args.topology is None:
         raise TargetError(
             "no machine is given: a search needs a chip, for its memory and for times",
-            fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
+            fixes=['--topology v5e:2x4 has 8 chips, --topology "4x h100:8" 32 GPUs; nothing runs on them'],
         )
     layouts = [_layout(args, target, text) for text in args.layout]
     steps = {name: each.step for name, each in targets.items()}
@@ -803,8 +811,8 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` over several slices,
-    unless a layout is given that lacks the axis between slices."""
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` over several
+    slices, unless a layout is given that lacks the axis between slices."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
@@ -828,14 +836,13 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
     """
     if ":" in text or not text.strip():
         return text
-    if "=" in text:
-        return str(mp.Layout(text))  # an error that says how rules are written
     for name in (text, scheme_name(text)):
         if name in target.layouts:
             return target.layouts[name]
-    rules = scheme_text(text)
-    if rules is not None:
-        return str(mp.Layout(rules))
+    if scheme_text(text) is not None:
+        return text
+    if re.search(r"[=\s]", text.strip()):
+        return str(mp.Layout(text))  # an error that says how rules are written
     known = ", ".join(target.layouts) or "none"
     raise TargetError(
         f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",

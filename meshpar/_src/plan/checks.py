@@ -350,24 +350,22 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
         return
     value, i, rule = min(named, key=lambda r: r[0].kind == "opt")
     annotation, program = cast(tuple, value.annotation), assignment.program
-    inside = program.cached(sizes_in_results).get(str(annotation[i]))
+    inside, size = program.cached(sizes_of_results).get(annotation[i]), value.shape[i]
     raise divisibility_error(
         path=value.path or "an input", shape=value.shape,
         dims=format_dims(annotation) + " (inferred; dims= gives other names)" * (value.path in program.traced.inferred),
-        dim=str(annotation[i]), size=value.shape[i], rule=rule, sizes=assignment.sizes,
+        dim=str(annotation[i]), size=size, rule=rule, sizes=assignment.sizes,
         dtype=value.aval.dtype,
         optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
-        inside=None if inside == value.shape[i] else inside,
+        inside=None if inside == size else inside,
     )  # fmt: skip
 
 
-def sizes_in_results(program: Program) -> dict[str, int]:
-    """Name of a dim → its size in most results of ops."""
-    counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
-    for v in (v for op in program.root.walk() for v in op.outs):
-        for n, dim in zip(v.shape, program.dims(v), strict=True):
-            counts[dim or ""][n] += 1
-    return {dim: sizes.most_common(1)[0][0] for dim, sizes in counts.items()}
+def sizes_of_results(program: Program) -> dict[str | None, int]:
+    """Name of a dim → its size in most results of ops, which for ``tokens[:, :-1]`` is not the size in the argument."""
+    results = [v for op in program.root.walk() for v in op.outs]
+    every = Counter(pair for v in results for pair in zip(program.dims(v), v.shape, strict=True))
+    return {name: size for (name, size), _ in reversed(every.most_common())}
 
 
 def check_blocks(op: Op, spec: Spec, assignment: AxisAssignment) -> None:

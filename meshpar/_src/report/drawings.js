@@ -254,8 +254,9 @@ function drawLayer(place, data) {
 function layerKey(nodes) {
   const dims = nodes.flatMap((node) => [...node.weights.flatMap((w) => w.dims), ...node.sources.flatMap(([, of]) => of)]);
   const gates = nodes.flatMap((node) => [...node.gates, ...node.weights.flatMap((w) => w.gates)]);
-  const axes = new Map([...dims.filter(([, , axes]) => axes).map(([, c, axes]) => [axes.split("+")[0], c]), ...gates.map((gate) => [gate.axes.split("+")[0], gate.colour])]);
-  const kinds = [...axes].map(([axis, c]) => [c, `${axis}: dims that it shards, collectives over it`]);
+  const of = new Map();
+  for (const [c, axes] of [...dims.filter(([, , axes]) => axes).map(([, c, axes]) => [c, axes]), ...gates.map((gate) => [gate.colour, gate.axes])]) of.set(c, (of.get(c) || new Set()).add(axes));
+  const kinds = [...of].map(([c, axes]) => [c, `${[...axes].join(", ")}: sharded dims, collectives`]);
   if (gates.some((gate) => gate.hidden)) kinds.push(["ink hidden", "pale: most of it overlaps with kernels"]);
   if (gates.some((gate) => !gate.hidden)) kinds.push(["ink", gates.some((gate) => gate.hidden) ? "solid: exposed, kernels wait for most of it" : "exposed: kernels wait for most of it"]);
   return make("div", { class: "key" }, ...kinds.map(([css, name]) => make("span", { class: css }, make("i", {}), name)),

@@ -616,7 +616,7 @@ function drawMemory(place, data) {
   const kinds = data.roles.map(([role, css], k) => [role, css, points[peak].bytes[k]]).sort((a, b) => rank(a) - rank(b));
   const stack = make("div", { class: "stack", "aria-hidden": "true" }, ...kinds.filter(([, , size]) => size).map(([role, css, size]) =>
     make("i", { class: css, style: `flex:${size} 0 0`, title: `${role} ${memoryText(size)}` })));
-  const legend = make("div", { class: "key" }, ...kinds.map(([role, css, size]) => make("span", { class: css }, make("i", {}), `${role} ${size ? memoryText(size) : "0"}`)));
+  const legend = make("div", { class: "key" }, ...kinds.map(([role, css, size]) => make("span", { class: css }, make("i", {}), `${role}${size ? ` ${memoryText(size)}` : ": none at the peak"}`)));
   const axis = make("div", { class: "order dim" }, `${n} kernels, in the order in which they run →`);
   place.prepend(plot, strip, axis, make("h3", {}, `the peak${points[peak].source ? ` at ${points[peak].source}` : ""}`), stack, legend);
   const tip = tooltip(place);
