@@ -26,7 +26,14 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ....errors import UnsupportedError
-from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, on_host, replace_body
+from ...compat.jax import (
+    abstract_array,
+    is_of_memories,
+    make_generated_jaxpr,
+    on_host,
+    replace_body,
+    without_dead_code,
+)
 from ...dims import format_dims
 from ...iterables import grouped
 from ...layout import Rule
@@ -243,7 +250,7 @@ def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Prog
         replacements[op] = jaxpr
         pipelines += [] if op is members[0].op and not members[0].carries else [pipeline]
     closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
-    rewritten = infer_like(program, closed)
+    rewritten = infer_like(program, without_dead_code(closed))  # idle slots compute values that nobody reads
     rewritten.original = program
     rewritten.joins[:] = program.joins  # gather_stacks joins further names
     rewritten.pipelines = tuple(pipelines)
