@@ -51,9 +51,8 @@ class Adapter:
     def update(self) -> jax.Array:
         """``scale * A @ B`` with the dims of the weight, in the dtype of A."""
         letter = {d: chr(ord("a") + d) for d in (*self.batch, *self.contracted, *self.free)}
-        batch, contracted, free = (
-            "".join(letter[d] for d in dims) for dims in (self.batch, self.contracted, self.free)
-        )
+        parts = self.batch, self.contracted, self.free
+        batch, contracted, free = ("".join(letter[d] for d in dims) for dims in parts)
         spec = f"{batch}{contracted}Z,{batch}Z{free}->{''.join(sorted(letter.values()))}"
         return self.scale * jnp.einsum(spec, self.lora_A, self.lora_B)
 
@@ -132,7 +131,7 @@ class _Evaluator:
         if at and entry.has_bodies:
             return run_bodies(eqn, xs, self.run)
         if len(at) == len(eqn.outvars) == 1:
-            result = self.matmul(eqn, xs, at[0]) if entry.name == "dot_general" else _viewed(eqn, xs, at[0])
+            result = self.matmul(eqn, xs, at[0]) if entry.family == "dot" else _viewed(eqn, xs, at[0])
             if result is not None:
                 return [result]
         for i in at:
@@ -147,17 +146,16 @@ class _Evaluator:
         free = [d for d in w.dims if d not in (*own, *stack)]
         use = (*w.removed, *stack), tuple(sorted(own)), tuple(sorted(free))
         adapter = w.adapter
-        first = self.uses.setdefault(
-            w.path, use if adapter is None else (adapter.batch, adapter.contracted, adapter.free)
-        )
+        adapted = use if adapter is None else (adapter.batch, adapter.contracted, adapter.free)
+        first = self.uses.setdefault(w.path, adapted)
         if use[0] != first[0] or set(use[1:]) != set(first[1:]):
             return None
 
-        def product(x: Any) -> Any:
+        def matmul(x: Any) -> Any:
             return bind(eqn, (x, w.dequantized()) if i else (w.dequantized(), x), p)[0]
 
         # the backward pass dequantizes once more: saved, and gathered, are the codes
-        y = (jax.checkpoint(product) if w.coded else product)(x)
+        y = (jax.checkpoint(matmul) if w.coded else matmul)(x)
         if adapter is None:
             return y
         rest = adapter.batch[len(w.removed) :]
@@ -181,24 +179,23 @@ def _viewed(eqn: JaxprEqn, xs: list[Any], i: int) -> _Weight | None:
 
     Transposes, casts and names are views, as are one index of a dim, and codes of 8 bits or fewer after element-wise ops.
     """
-    w, p, name = xs[i], eqn.params, eqn.primitive.name
-    entry = primitive(name)
+    w, p, entry = xs[i], eqn.params, primitive(eqn.primitive.name)
     (value,) = bind(eqn, [*xs[:i], w.value, *xs[i + 1 :]], p)
     w = replace(w, origin=(eqn, xs, i) if w.coded else None)
     dequantizes = w.coded and entry.elementwise and value.shape == w.value.shape
     copies = (entry.view and entry.elementwise) or entry.family in ("identity", "cast", "rounding")
     if dequantizes or copies:
         return replace(w, value=value)
-    if name == "transpose":
+    if entry.family == "transpose":
         return replace(w, value=value, dims=tuple(w.dims[d] for d in p["permutation"]))
-    if name == "squeeze":
+    if entry.family == "squeeze":
         for dim in sorted(p["dimensions"], reverse=True):
             w = w.without(dim, value, jax.tree.map(lambda x: x[0], w.adapter))
         return w
     if entry.contiguous_slice and i == 0:
         cut = [d for d, (old, new) in enumerate(zip(w.value.shape, value.shape, strict=True)) if old != new]
         if len(cut) == 1 and value.shape[cut[0]] == 1:
-            start = p["start_indices"][cut[0]] if name == "slice" else xs[1 + cut[0]]
+            start = p["start_indices"][cut[0]] if entry.family == "slice" else xs[1 + cut[0]]
             sliced = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, 1), w.adapter)
             return replace(w, value=value, adapter=sliced)
     return None

@@ -305,7 +305,7 @@ class _Reader:
                 elif (view.bytes or view.host_bytes) != self.bytes(out.value, out.spec)[0]:
                     self.out(self.node(Kind.SLICE, step, op, some), out)
                 else:
-                    view.transposed |= op.name == "transpose"
+                    view.transposed |= op.primitive.family == "transpose"
                     self.items[out] = view
             return True
         return False

@@ -160,13 +160,10 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
     forward_text = f"{', '.join(operands)} -> {out}, {rows}"
     backward_text = f"{', '.join([*operands, out, rows, out])} -> {q}, {k}, {v}"
 
-    def forward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
-        operands = _unpack(args, form)
-        return api.forward(_plan(operands, axes, options), operands)
-
-    def backward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
-        operands, (out, lse, grad) = _unpack(args, form), args[3 + form.ids + form.placed :]
-        return api.backward(_plan(operands, axes, options), operands, out, lse, grad)
+    def local(*args: Any, way: int, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
+        operands, results = _unpack(args, form), args[3 + form.ids + form.placed :]
+        run = api.backward if way else api.forward
+        return run(_plan(operands, axes, options), operands, *results)
 
     def sends(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> list[KernelSend]:
         """The collectives of one pass on one device; ``way`` is 0 for the forward pass, and 1 for the backward pass."""
@@ -187,19 +184,17 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
         matmuls = 2.0 * math.prod(q.shape[:3]) * k.shape[1] * (q.shape[3] + v.shape[3])  # of all scores
         return KernelWork(*work_of(c, strategy, q, k, v)[way], model_flops=(1 + way) * matmuls)
 
-    def op(text: str, local: Callable[..., Any], way: int, name: str) -> Callable[..., Any]:
-        """The kernel with the rule ``text`` and the name ``name``; ``local`` computes it on the shards of one device."""
+    def op(text: str, way: int, name: str) -> Callable[..., Any]:
+        """The kernel with the rule ``text`` and the name ``name``."""
 
         def unsharded(*args: Any, **options: Any) -> Any:
-            return local(*args, axes={}, **options)
+            return local(*args, way=way, axes={}, **options)
 
         unsharded.__name__ = name
-        rule = kernel_rule(
-            text, local=local, sends=functools.partial(sends, way=way), works=functools.partial(works, way=way)
-        )
-        return rule(unsharded)
+        of_pass = functools.partial(functools.partial, way=way)
+        return kernel_rule(text, local=of_pass(local), sends=of_pass(sends), works=of_pass(works))(unsharded)
 
-    return op(forward_text, forward_local, 0, "attention"), op(backward_text, backward_local, 1, "attention backward")
+    return op(forward_text, 0, "attention"), op(backward_text, 1, "attention backward")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -89,9 +89,8 @@ class LossScale:
         smaller = jnp.maximum(self.scale / self.factor, self.smallest)
         scale = jnp.where(finite, larger, smaller).astype(jnp.float32)
         steps = jnp.where(finite & ~jnp.asarray(grown), self.steps + 1, 0).astype(jnp.int32)
-        return replace(
-            self, scale=scale, steps=steps, skipped=(self.skipped + jnp.where(finite, 0, 1)).astype(jnp.int32)
-        )
+        skipped = (self.skipped + jnp.where(finite, 0, 1)).astype(jnp.int32)
+        return replace(self, scale=scale, steps=steps, skipped=skipped)
 
     @staticmethod
     def select(finite: jax.Array, new: Any, old: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshpar_kernels.dispatch.api import CODE_BLOCK
 from meshpar_kernels.dispatch.differentiable import KERNELS
 
-from .router_parts import refused
+from .routers import refused
 
 EXCHANGES = ("padded", "float8", *KERNELS)
 """Names of :attr:`Exchange.exchange`: all rows of the buffers are sent, or as codes of 8 bits, or, by a kernel, only the rows in
@@ -150,9 +150,8 @@ class Exchange:
     def rows_sent(self) -> int:
         """Rows of a part that "a2a" sends to each other device: a full buffer, or, by a kernel, the rows of a balanced load."""
         rows, _ = STRATEGIES["a2a"].buffer(self)
-        return (
-            min(math.ceil(self.part * self.rate / (self.devices * self.parts)), rows) if self.only_rows_in_use else rows
-        )
+        balanced = math.ceil(self.part * self.rate / (self.devices * self.parts))
+        return min(balanced, rows) if self.only_rows_in_use else rows
 
 
 class Strategy(NamedTuple):

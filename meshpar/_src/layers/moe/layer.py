@@ -18,8 +18,7 @@ from meshpar_kernels.grouped_matmul.activations import ACTIVATIONS, activate
 from ...compat.jax import default_promotion
 from ...dims import did_you_mean
 from .experts import run_experts
-from .router_parts import Routing, capacity_of, refused
-from .routers import ROUTED_BY_KERNELS, ROUTERS
+from .routers import ROUTED_BY_KERNELS, ROUTERS, Routing, capacity_of, refused
 
 EXPERT: Mapping[str, tuple[str, ...]] = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed")}
 """The matrices of a gated expert, and their dims."""
@@ -226,9 +225,8 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
 def _project(x: jax.Array, w: jax.Array) -> jax.Array:
     """x · w in float32, or in a wider dtype of x."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return lax.dot_general(
-        x.astype(wide), w.astype(wide), (((x.ndim - 1,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
-    )
+    dims = ((x.ndim - 1,), (0,)), ((), ())
+    return lax.dot_general(x.astype(wide), w.astype(wide), dims, precision=lax.Precision.HIGHEST)
 
 
 _WEIGHTS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -322,10 +320,8 @@ def moe_of_weights(
     if router in ("noisy_top_k", "gshard"):
         options["key"] = key
     shared = {name: weights[f"shared_{name}"] for name in EXPERT} if "shared_up" in weights else None
-    k_of_router = None if router == "expert_choice" else k
-    return moe(
-        x, kernel, {name: weights[name] for name in EXPERT}, router=router, k=k_of_router, shared=shared, **options
-    )
+    experts, k_of_router = {name: weights[name] for name in EXPERT}, None if router == "expert_choice" else k
+    return moe(x, kernel, experts, router=router, k=k_of_router, shared=shared, **options)
 
 
 class Weight(NamedTuple):

@@ -1,4 +1,4 @@
-"""Statements of the page on Muon: with replicated matrices less is sent, to the byte of the compiled program."""
+"""Statements of the page on optimizers: with replicated matrices less is sent, to the byte of the compiled program."""
 
 import blocks
 import pytest
@@ -10,9 +10,9 @@ import meshpar as mp
 @pytest.fixture(scope="module")
 def page():
     """The names of the page's first block: the step, its arguments, layouts and dims."""
-    names: dict = {"__name__": "muon"}
-    first = blocks.blocks_of((blocks.ROOT / "docs" / "muon.md").read_text())[0]
-    exec(compile(first.code, "muon.md", "exec"), names)
+    names: dict = {"__name__": "optimizers"}
+    first = blocks.blocks_of((blocks.ROOT / "docs" / "optimizers.md").read_text())[0]
+    exec(compile(first.code, "optimizers.md", "exec"), names)
     return names
 
 
