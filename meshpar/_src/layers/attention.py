@@ -141,10 +141,8 @@ def _plan(
     try:
         return api.plan(operands, {a: n for a, n in over.items() if n > 1}, api.Options(**options))
     except ValueError as error:
-        raise MeshparError(
-            str(error).replace("ring_attention:", "mp.layers.attention:", 1),
-            fixes=["sizes, axes and options as in the docstring of mp.layers.attention"],
-        ) from None
+        text = str(error).replace("ring_attention:", "mp.layers.attention:", 1)
+        raise MeshparError(text, fixes=["sizes, axes and options as in the docstring of mp.layers.attention"]) from None
 
 
 # -- the two ops
