@@ -375,11 +375,6 @@ OTHERS = [  # (class, call, texts of the error)
         ["did you mean `length`?", 'names={"length": "seq"}'],
     ),
     (
-        E.LayoutSyntaxError,
-        lambda: mp.Layout("batch=data"),
-        ["layout rule 'batch=data' has no `:`\n  rule    batch=data\n  fix     write `:` in rules: `batch: data`"],
-    ),
-    (
         E.UnknownAxisError,
         lambda: plan("mlp: model", mesh="data=8"),
         [
@@ -480,7 +475,6 @@ OTHERS = [  # (class, call, texts of the error)
         lambda: mp.compile(mp.jit(loss, **STEP), layout="batch: data", lowering="shard_map"),
         ["layout, lowering: the result of mp.jit has its own"],
     ),
-    (E.LayoutSyntaxError, lambda: mp.jit(loss, **STEP, dims="batch embed"), ["dims='batch embed'"]),
     (E.LayoutSyntaxError, lambda: mp.jit(loss, **STEP, dims=["batch"]), ["'batch' is not a pair"]),
     (E.LayoutSyntaxError, lambda: mp.jit(loss, **STEP, dims={"x": 3}), ["pattern 'x' 3 are no dims"]),
     (E.MeshError, lambda: mp.jit(loss, mesh=(4, 2), layout=""), ["mesh=(4, 2) is no mesh"]),
@@ -496,7 +490,6 @@ OTHERS = [  # (class, call, texts of the error)
         ["not regular expressions: did you mean '*fc1*kernel'"],
     ),
     (E.LayoutSyntaxError, lambda: mp.Layout(42), ["Layout(42) is neither text nor a list of rules"]),
-    (E.LayoutSyntaxError, lambda: mp.mesh((4, 2)), ['mp.mesh("data=4, model=2")']),
 ]
 
 

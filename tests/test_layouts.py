@@ -192,9 +192,8 @@ def test_the_template_has_the_batch_and_the_weights_but_not_their_optimizer_stat
     with pytest.raises(mp.errors.UnknownDimError) as e:
         mp.plan(loss, state, {"x": jnp.ones((4, 8))}, mesh="data=4", layout="batch: data", dims={})
     text = str(e.value)
-    assert text.index('"batch/x": "_ _",  # [4, 8]') < text.index(
-        '"state/params/layers_*/up/kernel": "_ _",  # [8, 8] and 19 more'
-    )
+    weights = '"state/params/layers_*/up/kernel": "_ _",  # [8, 8] and 19 more'
+    assert text.index('"batch/x": "_ _",  # [4, 8]') < text.index(weights)
     assert "opt" not in text
     assert "more\n" not in text.partition("and 19 more")[2]
 
@@ -235,9 +234,8 @@ def test_arguments_without_names_are_listed_for_a_dim_that_no_value_has():
         mp.plan(lambda state, batch: batch["x"] @ state["params"]["w"], params, {"x": jnp.ones((4, 8))}, mesh="data=4",
                 layout="batch: data; mlp: data", dims=dims)  # fmt: skip
 
-    with pytest.raises(
-        mp.errors.UnknownDimError, match=r'(?s)have no names: name their dims.*"batch/x": "batch _",  # \[4, 8\]'
-    ):
+    template = r'(?s)have no names: name their dims.*"batch/x": "batch _",  # \[4, 8\]'
+    with pytest.raises(mp.errors.UnknownDimError, match=template):
         plan({"*/w": "_ mlp"})
     with pytest.raises(mp.errors.UnknownDimError) as e:  # a misspelled name
         plan({"*/w": "_ mlp", "*/x": "bacth _"})

@@ -8,12 +8,12 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError, UnknownDimError
-from .dims import DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
+from .dims import NAME, DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
 from .iterables import grouped
 from .units import mesh_text
 
@@ -27,7 +27,6 @@ _LEFT = re.compile(
         (?P<dim>[A-Za-z_][\w\-]*)(?P<optional>\?)?\Z""",
     re.VERBOSE,
 )
-_AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")
 _PAIRS = re.compile(r"""[^",:]+:[^",:]+(,[^",:]+:[^",:]+)+\Z""")
 """Rules of one dim each that commas separate, as in Mesh-TensorFlow: ``batch:rows,hidden:cols``."""
 UNSHARDED = "(nothing sharded)"
@@ -169,9 +168,8 @@ class Layout:
             pairs = rules.items() if isinstance(rules, Mapping) else rules
             self.rules, self.from_pairs, self.resolve = tuple(map(_rule_of_pair, pairs)), True, "cost"
         else:
-            raise LayoutSyntaxError(
-                f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
-            )
+            text = f"Layout({rules!r}) is neither text nor a list of rules"
+            raise LayoutSyntaxError(text, fixes=['mp.Layout("batch: data; mlp: model")'])
         self.scheme = self.scheme if scheme is None else scheme
         self.resolve = resolve or self.resolve
         if self.resolve not in ("order", "cost"):
@@ -242,9 +240,8 @@ class Layout:
             key = (rule.dim, rule.scope)
             rules += replacing.pop(key, []) if key in replaced else [rule]
         rules += [r for r in right.rules if (r.dim, r.scope) not in replaced]
-        return self._with(
-            rules, scheme="", from_pairs=self.from_pairs or right.from_pairs, optional=self.optional | right.optional
-        )
+        pairs, optional = self.from_pairs or right.from_pairs, self.optional | right.optional
+        return self._with(rules, scheme="", from_pairs=pairs, optional=optional)
 
     def __ror__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
         """The left operand (text, a mapping or a list) with rules replaced and added from this layout; see :meth:`__or__`."""
@@ -283,6 +280,11 @@ class Layout:
         return tuple(self._by_dim)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rules name, in order."""
+        return tuple(dict.fromkeys(axis for rule in self.rules for axis in rule.axes))
+
+    @property
     def unscoped(self) -> dict[str, Rule]:
         """For each dim, its first rule without a scope."""
         return {rule.dim: rule for rule in reversed(self.rules) if rule.scope is None}
@@ -299,8 +301,7 @@ class Layout:
 
     def scopes_of(self, path: str, kind: str | None) -> tuple[str, ...]:
         """The scopes of this layout that hold for a value: its kind (``params``, ``opt``) and the path patterns."""
-        scopes = dict.fromkeys(r.scope for r in self.rules if r.scope is not None)
-        return tuple(s for s in scopes if s == kind or (s not in SCOPES and path_matches(s, path)))
+        return scopes_of(dict.fromkeys(r.scope for r in self.rules if r.scope is not None), path, kind)
 
     def check_axes(self, mesh: AnyMesh) -> None:
         """Raise UnknownAxisError where a rule names an axis that the mesh lacks."""
@@ -350,16 +351,14 @@ class Layout:
         claimed, refused = claim(self, list(zip(names, shape or [None] * len(names), strict=True)), sizes, scopes)
         if refused and shape is not None:
             i, rule = next(iter(refused.items()))
-            raise divisibility_error(
-                path=path,
-                shape=shape,
-                dims=format_dims(parsed),
-                dim=str(parsed[i]),
-                size=shape[i],
-                rule=self.rules[rule],
-                sizes=sizes,
-            )
+            value: dict[str, Any] = {"path": path, "shape": shape, "dims": format_dims(parsed)}
+            raise divisibility_error(**value, dim=str(parsed[i]), size=shape[i], rule=self.rules[rule], sizes=sizes)
         return to_partition_spec(tuple(claimed))
+
+
+def scopes_of(scopes: Iterable[str], path: str, kind: str | None) -> tuple[str, ...]:
+    """Those of some scopes that hold for a value: its kind and the path patterns that match it."""
+    return tuple(s for s in scopes if s == kind or (s not in SCOPES and path_matches(s, path)))
 
 
 def to_partition_spec(spec: Spec) -> PartitionSpec:
@@ -393,9 +392,8 @@ def claim(
     refused: dict[int, int] = {}
     closed: set[int] = set()
     used: set[str] = set()
-    wanted = sorted(
-        (r, i) for i, (names, size) in enumerate(items) if names and size != 1 for r in layout.rules_of(names, scopes)
-    )
+    named = ((i, names) for i, (names, size) in enumerate(items) if names and size != 1)
+    wanted = sorted((r, i) for i, names in named for r in layout.rules_of(names, scopes))
     for r, i in wanted:
         if i in closed:
             continue
@@ -504,7 +502,7 @@ def _parse(text: str) -> Iterable[Rule]:
         right, rounds = _rounds(right, statement)
         axes = _axes(right)
         for axis in axes:
-            if not _AXIS.match(axis):
+            if not NAME.match(axis):
                 fix = "one axis, or several joined by `+`: `batch: slice+data`"
                 raise _bad_rule(statement, f": {axis!r} is not an axis", fix)
         for item in (d.strip() for d in left.split(",")):
@@ -654,7 +652,7 @@ def _rule_of_pair(pair: object) -> Rule:
         if isinstance(axes, str):
             axes, rounds = _rounds(axes, f"{dim}: {axes}")
         axes = () if axes is None else _axes(axes) if isinstance(axes, str) else tuple(axes)
-        if not all(isinstance(a, str) and _AXIS.match(a) for a in axes):
+        if not all(isinstance(a, str) and NAME.match(a) for a in axes):
             raise TypeError
     except (TypeError, ValueError):
         raise LayoutSyntaxError(

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import lab_program
 import pytest
-from browser import chromium
 from flax import linen as nn
 from flax import nnx
 
@@ -19,6 +18,11 @@ from meshpar._src.report.timeline import timeline
 LAYOUT = "; ".join(lab_program.RULES)
 LINE = re.compile(r"^test_layer.py:\d+$")
 """The name of a part that is in no module."""
+
+
+@pytest.fixture
+def page(opened):
+    return opened()
 
 
 @pytest.fixture
@@ -238,13 +242,3 @@ def test_a_collective_is_pale_where_kernels_wait_for_less_than_half_of_it(nodes_
     drawn = Counter(((g["text"], g["axes"], g["bytes"]), g["hidden"], "of it exposed" in g["waits"]) for g in gates)
     assert drawn == Counter((collective, share < 0.5, share >= 0.01) for collective, share in shares)
     assert gates
-
-
-@pytest.fixture(scope="module")
-def page():
-    with chromium() as browser:
-        page = browser.new_page()
-        wrong = []
-        page.on("pageerror", lambda e: wrong.append(str(e)))
-        yield page
-        assert wrong == []

@@ -55,9 +55,9 @@ from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
 from . import starting
+from .api import named_program
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
-from .infer_dims import named_program
 from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
@@ -207,13 +207,15 @@ class _Help(argparse.HelpFormatter):
 
 def _grouped(parser: argparse.ArgumentParser) -> Add:
     """``add_argument`` of a command's parser, which sorts the flags into what to plan, output, and less common ones."""
-    plan, *others = (parser.add_argument_group(name) for name in ("what to plan", *FLAG_GROUPS))
-    group_of = {
-        flag: group for group, flags in zip(others, FLAG_GROUPS.values(), strict=True) for flag in flags.split()
-    }
-    return lambda flag, **options: (plan if options.get("required") else group_of.get(flag, plan)).add_argument(
-        flag, **options
-    )
+    plan = parser.add_argument_group("what to plan")
+    group_of: dict[str, Any] = {}
+    for name, flags in FLAG_GROUPS.items():
+        group_of |= dict.fromkeys(flags.split(), parser.add_argument_group(name))
+
+    def add(flag: str, **options: Any) -> Any:
+        return (plan if options.get("required") else group_of.get(flag, plan)).add_argument(flag, **options)
+
+    return add
 
 
 class _Parser(argparse.ArgumentParser):
@@ -231,15 +233,10 @@ class _Parser(argparse.ArgumentParser):
             what, kind = (argument, "values") if argument.startswith("-") else ("command", "commands")
             similar = did_you_mean(word, re.findall(r"[\w-]+", choices), kind)[0]
             message = f"there is no {what} `{word}`; {similar}"
-        message = (
-            message.replace("the following arguments are required", "missing")
-            .replace("missing: TARGET", MISSING)
-            .removesuffix(", …")
-        )
-        text = Text.assemble(
-            ("error", "bold red"), f": {message}\n", (f"{self.prog} --help", "green"), " lists the options"
-        )
-        print(shown_text(text, sys.stderr), file=sys.stderr)
+        message = message.replace("the following arguments are required", "missing")
+        message = message.replace("missing: TARGET", MISSING).removesuffix(", …")
+        listed = (f"{self.prog} --help", "green"), " lists the options"
+        print(shown_text(Text.assemble(("error", "bold red"), f": {message}\n", *listed), sys.stderr), file=sys.stderr)
         self.exit(2)
 
 
@@ -446,12 +443,11 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     if where := topology_for_state(plan):
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
-    used = {axis for rule in plan.layout.rules for axis in rule.axes}
     own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
     for name, scheme in PRESETS.items():
         layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
-        axes = {axis for rule in layout.rules for axis in rule.axes}
-        if used <= axes <= plan.sizes.keys() and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
+        has_axes = set(plan.layout.axes) <= set(layout.axes) <= plan.sizes.keys()
+        if has_axes and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
             with quiet(), contextlib.suppress(MeshparError):
                 other = plan.replan(layout=layout)
                 if fits(other) and other.seconds is not None:
@@ -552,9 +548,8 @@ def _lab(args: argparse.Namespace) -> int:
     try:
         found.serve(args.port, browser=not args.no_browser, as_json=args.json)
     except (OSError, OverflowError) as e:
-        raise TargetError(
-            f"port {args.port} cannot be used: {e}", fixes=["another one, or --port 0: any that is free"]
-        ) from None
+        fix = "another one, or --port 0: any that is free"
+        raise TargetError(f"port {args.port} cannot be used: {e}", fixes=[fix]) from None
     return 0
 
 
@@ -581,10 +576,10 @@ def _search(args: argparse.Namespace) -> int:
     given = parse_options(args.set)
     vary = dict(_choices(text) for text in args.choices)
     modes = vary.pop("overlap", None)
-    changes = [dict(zip(vary, chosen, strict=True)) for chosen in itertools.product(*vary.values())]
-    targets = {
-        ", ".join(f"{k}={v}" for k, v in change.items()): _loaded(args, {**given, **change}) for change in changes
-    }
+    targets = {}
+    for chosen in itertools.product(*vary.values()):
+        change = dict(zip(vary, chosen, strict=True))
+        targets[", ".join(f"{k}={v}" for k, v in change.items())] = _loaded(args, {**given, **change})
     target = next(iter(targets.values()))
     if len({str(jax.tree.map(jax.typeof, each.args)) for each in targets.values()}) > 1:
         raise TargetError(
@@ -641,7 +636,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     target = _concrete_target(args)
     mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
     axes = set(mp.mesh(mesh).axis_names)
-    own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
+    own = [text for text in target.layouts.values() if axes.issuperset(mp.Layout(text).axes)]
     layouts = _layouts(args, target, args.layout or own, mesh)
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
     found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
@@ -735,9 +730,8 @@ def _loaded(args: argparse.Namespace, options: Mapping[str, Any]) -> Target:
     try:
         return replace(target, dims=json.loads(Path(args.dims).read_text("utf8")))
     except (OSError, ValueError) as e:
-        raise TargetError(
-            f"--dims {args.dims}: {e}", fixes=["`meshpar names TARGET --write FILE` writes one"]
-        ) from None
+        fix = "`meshpar names TARGET --write FILE` writes one"
+        raise TargetError(f"--dims {args.dims}: {e}", fixes=[fix]) from None
 
 
 def _concrete_target(args: argparse.Namespace) -> Target:
@@ -766,12 +760,11 @@ def _planned(
     return with_shared_results(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
 
 
-def _where(
-    args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
-) -> tuple[str, str]:
-    """The mesh and the layout; defaults of those that are left out are printed to stderr."""
+def _where(args: argparse.Namespace, target: Target, *where: str | None) -> tuple[str, str]:
+    """The mesh and the layout, of a mesh, topology and layout; defaults of those that are left out are printed to stderr."""
+    given, topology, layout = where
     layout = None if layout is None else _layout(args, target, layout)
-    mesh = _mesh(args, mesh, topology, layout)
+    mesh = _mesh(args, given, topology, layout)
     if layout is None:
         layout = _default_layout(args, target, mesh, topology)
         _say(args, f"default  layout: {'FSDP' if ';' in layout else layout} over the first axis")
@@ -792,7 +785,7 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layo
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
         where = parse_topology(topology)
         mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
-        if where.slices > 1 and any(BETWEEN_SLICES in rule.axes for rule in mp.Layout(layout or "").rules):
+        if where.slices > 1 and BETWEEN_SLICES in mp.Layout(layout or "").axes:
             mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
             what = f"the slices of {topology}, and one axis in each"
         _say(args, f"default  mesh: {mesh}, {what}")

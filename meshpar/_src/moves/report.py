@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.text import Text
 
 from ..compat.jax import axes_of_spec
+from ..iterables import grouped_by
 from ..report.colours import AxisColours
-from ..report.facts import grouped
 from ..report.html import collectives_table
 from ..report.tables import Cell, Table, hanging, number
 from ..report.text import collectives_block
@@ -54,8 +54,8 @@ def _lines(move: MovePlan) -> Iterator[tuple[str, str]]:
 def _arrays(move: MovePlan, colours: AxisColours) -> Table:
     """The arrays, grouped by dims and shardings."""
     rows = []
-    groups = grouped(move.arrays, lambda a: (a.dims, *(str(o.sharding.spec) for o in a.operands), str(a.sharding.spec)))
-    for group in groups:
+    specs = lambda a: [str(of.sharding.spec) for of in (*a.operands, a)]  # noqa: E731
+    for group in grouped_by(move.arrays, lambda a: (a.dims, *specs(a))):
         a = group[0]
         names = a.dims.split(" → ")
         cells = []

@@ -12,7 +12,7 @@ from ..cost.decoding import decoding_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
 from ..plan.collectives import Collective
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, with_article
 from . import facts
 from .colours import AxisColours
@@ -150,9 +150,8 @@ def facts_list(plan: Plan) -> str:
         ("JAX", escape(jax.__version__)),
         ("layout", f"<code>{escape(facts.layout_text(plan))}</code>"),
     ]
-    return (
-        '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows if of) + "</dl>"
-    )
+    listed = "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows if of)
+    return f'<dl class="facts">{listed}</dl>'
 
 
 def cards(plan: Plan) -> str:
@@ -346,9 +345,11 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
     """The table of arguments by kind, with dims, shape, count and bytes."""
     rows: list[list[Cell]] = []
     attributes = []
-    for label, every, groups in facts.argument_groups(
-        plan, lambda h: (tuple(facts.argument_dims(h)), h.shape, h.dtype)
-    ):
+
+    def alike(h: ShardedArray) -> Hashable:
+        return tuple(facts.argument_dims(h)), h.shape, h.dtype
+
+    for label, every, groups in facts.argument_groups(plan, alike):
         rows.append([Cell(label), Cell("", css="more"), *every.cells()])
         attributes.append(GROUP)
         for group in groups:

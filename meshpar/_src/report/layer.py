@@ -73,9 +73,8 @@ def _matmul_title(plan: Plan, step: Step) -> str:
     """``embed → mlp``: the dims that a matmul contracts, and those that its second operand adds; "" for another op."""
     if not isinstance(step, Run) or len(step.op.ins) != 2 or not step.op.primitive.matmul:
         return ""
-    left, right, out = (
-        [name or "_" for name in plan.program.dims(v)] if v is not None else [] for v in (*step.op.ins, *step.op.outs)
-    )
+    values = (*step.op.ins, *step.op.outs)
+    left, right, out = ([name or "_" for name in plan.program.dims(v)] if v is not None else [] for v in values)
     contracted, added = [d for d in left if d not in out], [d for d in out if d in right and d not in left]
     return f"{' '.join(contracted)} → {' '.join(added)}" if contracted or added else ""
 

@@ -23,6 +23,12 @@ Sizes = Mapping[str, int]
 Factors = tuple[int, ...]
 """The factors that a dim consists of, major to minor."""
 
+Axes = Sequence[tuple[str, ...]]
+"""The mesh axes over which every factor of a rule is split."""
+
+Shapes = Sequence[tuple[int, ...]]
+"""The shapes of some arrays."""
+
 
 @dataclass(frozen=True, slots=True)
 class Send:

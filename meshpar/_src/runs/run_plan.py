@@ -59,14 +59,14 @@ SOURCES = {
 class RunOptions:
     """Parameters of a run; ``SOURCES`` has the sources of the defaults. Durations are given as seconds or as text, ``"10m"``."""
 
-    step_tokens: float | None = option(None, "--step-tokens", "tokens of a step (default: of its largest int argument)")
-    mtbf: float = option(50000 * 3600.0, "--mtbf", "mean time between failures of one chip (50000h)")
-    restart: float = option(600.0, "--restart", "from a failure until the job starts again (10m)")
-    compile_time: float = option(60.0, "--compile-time", "at each start (1m)")
-    save_time: float | None = option(None, "--save-time", "a save blocks the job (default: for the copy to the host)")
-    bandwidth: float = option(1.2e8, "--bandwidth", "bytes/s of each chip to and from storage (1.2e8)")
-    trials: int = option(1000, "--trials", "simulated runs of each topology (%(default)s)")
-    price: Any = option(None, "--price", "a TOML or JSON file: chip = price of an hour", metavar="FILE")
+    step_tokens: float | None = option(None, "tokens of a step (default: of its largest int argument)", type=str)
+    mtbf: float = option(50000 * 3600.0, "mean time between failures of one chip (50000h)", type=str)
+    restart: float = option(600.0, "from a failure until the job starts again (10m)", type=str)
+    compile_time: float = option(60.0, "at each start (1m)", type=str)
+    save_time: float | None = option(None, "a save blocks the job (default: for the copy to the host)", type=str)
+    bandwidth: float = option(1.2e8, "bytes/s of each chip to and from storage (1.2e8)", type=str)
+    trials: int = option(1000, "simulated runs of each topology (%(default)s)", type=str)
+    price: Any = option(None, "a TOML or JSON file: chip = price of an hour", metavar="FILE")
 
     def __post_init__(self) -> None:
         """Read durations, numbers and the file of prices, as the command line gives them.
