@@ -143,10 +143,8 @@ def _plan(
     try:
         return api.plan(operands, over, api.Options(**options))
     except ValueError as error:
-        raise MeshparError(
-            str(error).replace("ring_attention:", "mp.layers.attention:", 1),
-            fixes=["sizes, axes and options as in the docstring of mp.layers.attention"],
-        ) from None
+        text = str(error).replace("ring_attention:", "mp.layers.attention:", 1)
+        raise MeshparError(text, fixes=["sizes, axes and options as in the docstring of mp.layers.attention"]) from None
 
 
 def _local_plan(operands: api.Operands, axes: Mapping[str, tuple[str, ...]], options: Mapping[str, Any]) -> api.Plan:
