@@ -163,7 +163,7 @@ def planned(run):
 def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
     status, out, err = run("plan small --topology v5e:2x4")
     assert status == 0
-    assert err == "default  mesh: data=8, one axis over all of v5e:2x4\ndefault  layout: FSDP over the first axis\n"
+    assert err == "default  mesh: data=8, one axis over all of v5e:2x4\ndefault  layout: batch: data; embed: data\n"
     assert "layout    batch, embed: data\n" in out
     assert "8 devices" in out
     assert "a step takes" in out
@@ -174,6 +174,15 @@ def test_the_default_mesh_of_two_nodes_has_the_axes_of_the_layout(run, layout, m
     status, out, err = run(f"plan small --topology '2x h100:8' --layout {layout}")
     assert (status, f"default  mesh: {mesh}, " in err) == (0, True)
     assert f"layout    {mp.Layout(layout)}" in out
+
+
+@pytest.mark.parametrize(("mlp", "embed"), [(32, "data"), (40960, "slice+data")])
+def test_the_default_layout_of_two_slices_is_hsdp_where_it_fits(run, mlp, embed):
+    """On 2 × 4 chips of 15.75 GiB, with 8 MiB or 10 GiB of weights, and as much momentum."""
+    status, _, err = run(f"plan small --topology '2x v5e:2x2' --set embed=65536,mlp={mlp}")
+    assert err.startswith("default  mesh: slice=2, data=4, the slices of 2x v5e:2x2, and one axis in each\n")
+    assert err.endswith(f"default  layout: batch: slice+data; embed: {embed}\n")
+    assert (status, "does not fit" in err) == (0, embed != "data")
 
 
 def test_names_in_metadata_of_nnx_and_names_that_are_inferred_beside_them(command, tmp_path):
@@ -239,20 +248,31 @@ def test_a_layout_of_those_for_every_model(run, planned):
 # -- diff, check, compile
 
 
-def test_the_next_command_after_a_plan(command):
-    """A known scheme that fits or is faster, on the same mesh, with its figures; else a search."""
+def test_the_next_command_after_a_plan(command, monkeypatch):
+    """A known scheme that fits or is faster, with its figures, where nothing fits also on one axis; else a search with the user's
+    options of the step. Only commands are longer than the terminal."""
     llama = str(Path(__file__).parent.parent / "examples" / "llama.py") + ":llama3_8b"
+    monkeypatch.setenv("COLUMNS", "60")
     where = ("--topology", "v5e:4x4", "--set", "batch=16, layers=2", "--mesh")
-    slow, fast = (
-        command("plan", llama, *where, f"{axis}=16", "--layout", layout)[1].splitlines()[-1]
-        for axis, layout in (("dp", "batch: dp"), ("data", "fsdp"))
+    options = ["--names", "head_dim=_,layers=_", "--overlap", "off", "--strict", "--donate", "state"]
+    cases = (
+        ("dp=16", "batch: dp"),
+        ("data=16", "fsdp", *options),
+        ("data=4, model=4", "batch: data", "--set", "batch=256"),
     )
+    outputs = (command("plan", llama, *where, mesh, "--layout", *more)[1] for mesh, *more in cases)
+    slow, fast, misfit = ("next" + out.rpartition("\nnext")[2].rstrip() for out in outputs)
     assert slow.startswith("next  --layout ")
     assert fast.startswith("next  meshpar search ")
     layout = shlex.split(slow)[2].rstrip(":")
     assert mp.Layout(layout).rules[0].axes == ("dp",)
     found = json.loads(command("plan", llama, *where, "dp=16", "--layout", layout, "--json")[1])
     assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in slow
+    assert set(options) < set(shlex.split(fast.removesuffix(": other meshes and layouts")))
+    assert misfit.startswith("next  --mesh data=16 --layout fsdp: ")
+    found = json.loads(command("plan", llama, *where, "data=16", "--layout", "fsdp", "--set", "batch=256", "--json")[1])
+    assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in misfit
+    assert max(map(len, slow.splitlines())) <= 60 < len(fast.splitlines()[0])
 
 
 def test_the_head_of_a_plan(run):
@@ -413,8 +433,9 @@ def test_a_check_that_fails_has_status_one(run, monkeypatch):
     wrong = Row("data=8", "batch: data", "jit", "0/w", 0.5, 3, error=mp.errors.CheckError("0/w differs"))
     raised = []
     monkeypatch.setattr(mp, "check", lambda *_, raises, **__: raised.append(raises) or Report(rows=[wrong]))
-    status, out, _ = run("check small --layout dp")
+    status, out, err = run("check small --layout dp")
     assert status == 1
+    assert "default  mesh: all shapes of 8 devices for the axes of the layout, since no --mesh is given" in err
     assert raised == [False]  # differences are in the report
     assert [line[:26] for line in out.splitlines()[:2]] == ["✗ 0 of 1 runs of `batch: d", "✗ data=8  largest differen"]
 
@@ -464,7 +485,7 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
         ("small", "no machine is given\n  fix     --topology"),
         ("small --topology v5q:2x2", "topology 'v5q:2x2' is not known"),
         ("small --mesh data=4 --layout fspd", "the target's LAYOUTS are: fsdp, dp"),
-        ("small --mesh data=4 --layout megatrn", "did you mean megatron?"),
+        ("small --mesh data=4 --layout megatrn", "did you mean `megatron`?"),
         ("small --mesh data=4 --layout batch=data", "write `:` in rules: `batch: data`"),
         ("small --mesh data=4 --layout 'batch data'", "fix did you mean `batch: data`?"),
         (

@@ -86,7 +86,7 @@ params/down: dim `mlp` of size 30 does not divide over data=4: 30 is not a multi
   dims    mlp embed
   rule    mlp: data
   fix     make `mlp` 28 or 32: the nearest multiples of 4
-          or use a mesh with `data` of 2
+          or use mesh="data=2, model=4"
           write `mlp?: data` to split it only where it divides
 
 the dims= pattern 'params/upp' matches no tensor; a pattern matches a complete path
@@ -185,6 +185,23 @@ def test_unknown_dim_in_init_is_a_misspelling_only_where_a_name_is_near():
 
     assert init("batch: data; embed: data").outputs[0].dims == ("embed", "mlp")  # the batch's rule
     assert "did you mean `embed`?" in text(mp.errors.UnknownDimError, init, "embd: data")
+    assert "or give `embed` a rule of its own: `embed: none`" in text(mp.errors.UnknownDimError, init, "embd: data")
+    removed, own = text(mp.errors.UnknownDimError, init, [("embd", "data")]).split("\n")[-2:]
+    assert "or remove the rule" in removed
+    assert own.strip() == "or give `embed` a rule of its own: ('embed', None)"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fix"),
+    [("data=8", 'mesh="data=2, model=4", with rules for `model`: its devices else do the same work'),
+     ("model=8", 'mesh="model=2, data=4", with rules for `data`: its devices else do the same work'),
+     ("slice=2, data=4", 'mesh="slice=4, data=2"')],
+)  # fmt: skip
+def test_a_mesh_whose_axis_divides_has_all_devices(mesh, fix):
+    axis = mesh.rpartition(" ")[2].partition("=")[0]
+    error = text(mp.errors.DivisibilityError, lambda: plan(f"mlp: {axis}", args=arguments(mlp=30), mesh=mesh))
+    assert f"          or use {fix}\n" in error
+    plan(f"mlp: {axis}", args=arguments(mlp=30), mesh=fix.split('"')[1])
 
 
 def test_errors_have_their_facts_as_attributes():
@@ -482,6 +499,11 @@ OTHERS = [  # (class, call, texts of the error)
     (E.MeshError, lambda: mp.search(loss, *arguments()), ["needs a chip", 'topology="v5e:2x4"']),
     (E.UnsupportedError, lambda: mp.jit(loss, **STEP).plan(topology="v5e:2x4"), ["`topology` is an option of mp.plan"]),
     (E.UnknownAxisError, lambda: mp.Layout("data: batch").check_axes(ABSTRACT), ["swapped: write `batch: data`"]),
+    (
+        E.UnknownAxisError,
+        lambda: mp.Layout("model: modl").check_axes(ABSTRACT, dims={"model"}),
+        ["which the mesh (data=4, model=2) does not have\n  rule    model: modl\n  fix     did you mean `model`?"],
+    ),
     (
         E.PatternError,
         lambda: mp.shardings(

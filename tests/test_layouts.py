@@ -88,7 +88,10 @@ def test_the_name_of_a_scheme_is_its_layout_with_the_default_axes(name):
 
 def test_a_scheme_for_weights_without_names_gives_the_dims_to_fill_in():
     args = {"w": shape(16, 8)}, shape(8, 16)
-    with pytest.warns(ReplicatedWarning, match=r'The weights have no names.*\n.*\n  "p/w": "_ _",  # \[16, 8\]'):
+    with pytest.warns(
+        ReplicatedWarning,
+        match=r'The weights have no names.*\(nnx.eval_shape for nnx modules\).*\n.*\n  "p/w": "_ _",  # \[16, 8\]',
+    ):
         mp.plan(lambda p, x: (x @ p["w"]).mean(), *args, mesh="data=4", layout="fsdp", dims={"x": "batch _"})
 
 
@@ -156,7 +159,8 @@ def test_init_of_weights_without_names_warns(layout, dims, warns):
         return {"layers_0": {"w": jnp.ones((16, 8))}, "layers_1": {"w": jnp.ones((16, 8))}, "b": jnp.ones(8)}
 
     mesh = "data=4, context=2" if layout == "context_parallel" else "data=4"
-    replicated = r'mp.init: the weights have no names.*\n.*\n  "\*/layers_\*/w": "_ _",  # \[16, 8\] and 1 more\n}'
+    template = r'\n.*\n  "\*/layers_\*/w": "_ _",  # \[16, 8\] and 1 more\n}'
+    replicated = r"mp.init: the weights have no names.*\(nnx.eval_shape for nnx modules\).*" + template
     with pytest.warns(ReplicatedWarning, match=replicated) if warns else nullcontext():
         mp.init(create, mesh=mesh, layout=layout, dims=dims)()
 

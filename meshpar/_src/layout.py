@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -303,11 +303,12 @@ class Layout:
         """The scopes of this layout that hold for a value: its kind (``params``, ``opt``) and the path patterns."""
         return scopes_of(dict.fromkeys(r.scope for r in self.rules if r.scope is not None), path, kind)
 
-    def check_axes(self, mesh: AnyMesh) -> None:
-        """Raise UnknownAxisError where a rule names an axis that the mesh lacks."""
+    def check_axes(self, mesh: AnyMesh, dims: Collection[str] | None = None) -> None:
+        """Raise UnknownAxisError where a rule names an axis that the mesh lacks; ``dims``: of the program, if it is known."""
         for rule, axis in ((r, a) for r in self.rules for a in r.axes if a not in mesh.shape):
             sizes = mesh_text(mesh.shape)
-            fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
+            swapped = rule.dim in mesh.shape and (dims is None or axis in dims)
+            fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * swapped
             known = {OTHER_AXES.get(a, a): a for a in reversed(mesh.shape)}
             renamed = {a: a if a in mesh.shape else known.get(OTHER_AXES.get(a, a)) for r in self.rules for a in r.axes}
             same = renamed[axis]
@@ -463,6 +464,13 @@ def divisibility_error(
     nearest = [*[n for n in divisors if n < parts][-1:], *[n for n in divisors if n > parts][:1]]
     names = " × ".join(f"`{a}`" for a in rule.axes)
     other = [f"or use a mesh with {names} of {' or '.join(map(str, nearest))}"] if nearest else []
+    if nearest and len(rule.axes) == 1:
+        spare = next((a for a in sizes if a not in rule.axes), "data" if "model" in rule.axes else "model")
+        total = devices // math.prod(n for a, n in sizes.items() if a not in (spare, *rule.axes))
+        meshes = [{**sizes, rule.axes[0]: n, spare: total // n} for n in nearest if total % n == 0]
+        needs = "" if spare in sizes else f", with rules for `{spare}`: its devices else do the same work"
+        texts = " or ".join(f'mesh="{mesh_text(mesh)}"' for mesh in meshes)
+        other = [f"or use {texts}{needs}"] if meshes else []
     fixes = [f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}", *other]
     fix = f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}"
     divided = inside is not None and inside % parts == 0

@@ -43,7 +43,10 @@ CASES = [
     (lambda x: x.sum(), ((8, 16),), "x: batch seq", "batch: data; seq: model"),
     (lambda x: x.max(), ((8, 16),), "x: batch seq", "batch: data; seq: model"),
     (lambda x, s: x * s, ((32, 16, 128), (128,)), "x: batch seq embed; s: embed", "batch: data; embed: data", "data=4"),
-]
+    (lambda x, w: jnp.split(x @ w, 3, -1), ((8, 4, 16), (16, 96)), "x: batch seq embed; w: embed heads",
+     "batch: data; heads: model"),
+    (lambda x, w: jnp.sort(x @ w), ((8, 4, 16), (16, 96)), "x: batch seq embed; w: embed heads", "batch: data; heads: model"),
+]  # fmt: skip
 WORDED = [
     (0, "collective-permute", r"`height: model` splits `height`, and the convolution works along it: .*"),
     (1, "all-reduce", r"each device has only a part of the sum \(`(?:height: model` splits `height|batch: data` splits `batch)`, "
@@ -66,6 +69,9 @@ def test_causes_are_sentences(case):
         assert other is None or other[1] != other[2], cause
         assert not re.search(r" so$|rename_dims|dot_general|this \w+ of", cause), cause
         assert "×" not in dims, dims
+        assert set(re.findall(r"`(\w+\?*: \S+)`", cause)) <= set(case[3].split("; ")), cause
+        for owner, axis in re.findall(r"`(\w+)` already takes `(\w+)`", cause):
+            assert f"{owner}: {axis}" in case[3], cause
 
 
 def test_an_axis_of_one_device_is_no_cause():

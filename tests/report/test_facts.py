@@ -149,3 +149,22 @@ def test_plans_for_gpus_have_the_measured_ratios(pytestconfig):
     gpu, tpu = (str(lab_program.planned("data=8", "batch: data", topology)) for topology in ("h100:8", "v5e:2x4"))
     text = "measured steps took 1.0 to 1.03 times as long as planned on one H200, 1.14 times on eight H100s"
     assert (text in " ".join(gpu.split()), text in " ".join(tpu.split())) == (True, False)
+
+
+@pytest.mark.parametrize(("seq", "extra"), [("", ""), ("; seq?: model", ", split over model")])
+def test_tokens_that_a_step_shifts_by_one_have_the_size_of_the_activations(seq, extra):
+    """The optional rule does not divide the 17 tokens of a sequence, and does divide the 16 of which a step predicts the next."""
+
+    def loss(table, tokens):
+        x = jnp.tanh(table[tokens[:, :-1]])
+        return jnp.mean(x @ table.T * jnp.tanh(x).sum())
+
+    table, tokens = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((8, 17), jnp.int32)
+    dims = {"table": "vocab embed", "tokens": "batch seq"}
+    plan = mp.plan(loss, table, tokens, mesh="data=2, model=4", layout=f"batch: data{seq}", dims=dims)
+    assert f"inputs    batch 8 × seq 17 (16 in activations{extra})\n" in str(plan)
+    found = mp.search(
+        loss, table, tokens, topology="v5e:2x4", dims=dims, layouts=["batch: data; seq?: model"], max_axes=2
+    )
+    assert found.rows
+    assert not [row.undivided for row in found.rows if "seq" in row.undivided]

@@ -10,7 +10,7 @@ import pytest
 import meshpar as mp
 from meshpar._src.cost.kernels import computation_of
 from meshpar._src.report.document import shown_text
-from meshpar._src.report.hints import attention_hint, exchange_hints, hints, recomputation_hint
+from meshpar._src.report.hints import attention_hint, exchange_hints, fused_hints, hints, recomputation_hint
 from meshpar._src.report.text import plan_renderable
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 
@@ -265,3 +265,27 @@ def test_recomputed_matmuls_have_a_hint_where_their_results_fit():
     narrow, copied = (scanned("batch, embed: dp", "dp=8", each, (32, 1024, 2**15)) for each in wraps)
     assert copied.seconds > narrow.seconds
     assert recomputation_hint(narrow) is None
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_fused_weight_that_is_cut_has_a_hint_whose_edit_sends_less(by_head):
+    def attend(params, x):
+        heads = (8, 3, 16) if by_head else (3, 8, 16)
+        y = x @ params["layer_0"]["qkv"]
+        parts = jnp.split(y, 3, -1)
+        if by_head:
+            y = mp.named(y.reshape(*y.shape[:-1], *heads), "batch seq heads _ head_dim")
+            parts = [y[..., i, :] for i in range(3)]
+        q, k, v = (z.reshape(8, 32, 8, 16) for z in parts)
+        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+        return out.reshape(8, 32, 128) @ params["layer_0"]["out"]
+
+    params = {"layer_0": {"qkv": f32(64, 384), "out": f32(128, 64)}}
+    dims = {"*/qkv": "embed _" if by_head else "embed heads", "*/out": "heads embed", "x": "batch seq embed"}
+    plan = mp.plan(
+        attend, params, f32(8, 32, 64), mesh="data=2, model=4", layout="batch: data; heads: model", dims=dims
+    )
+    exchanged = sum(c.total_bytes for c in plan.collectives if c.op == "all-to-all")
+    assert (exchanged > 0) is not by_head
+    assert [hint.text.split("`")[1] for hint in fused_hints(plan)] == ["params/layer_*/qkv"] * (not by_head)
+    assert all(hint.text.startswith(f"{format_bytes(exchanged)} of all-to-alls: ") for hint in fused_hints(plan))

@@ -127,6 +127,15 @@ def test_it_shows_the_plans_own_figures(page):
     assert max(values) > 1e6
 
 
+def test_the_page_of_a_plan_that_does_not_fit_does_not_say_that_its_step_takes_time(tmp_path):
+    x = jax.ShapeDtypeStruct((2**17, 2**17), jnp.float32)
+    mp.plan(lambda x: x * 2, x, mesh="data=8", topology="v5e:2x4", layout="").save(tmp_path / "plan.html")
+    said = Reader((tmp_path / "plan.html").read_text("utf8")).sections[""]
+    assert "Does not fit: " in said
+    assert "A step that fitted would take about " in said
+    assert "A step takes" not in said
+
+
 def test_a_note_of_several_lines_is_a_nested_list():
     def fn(x):
         return (x[None] * jnp.ones((3, 1, 1))).sum()

@@ -73,6 +73,12 @@ class KernelTime:
     count: int
 
     @property
+    def start_seconds(self) -> float:
+        """The seconds that a kernel takes longer than its work, since none is shorter than ``min_kernel_seconds``."""
+        work = self.matmul_seconds + self.traffic_seconds + self.vector_seconds
+        return self.seconds - work if self.seconds > (1 + 1e-9) * work else 0.0  # not what rounding leaves
+
+    @property
     def source(self) -> str:
         """The user's line, and the part of the model (:attr:`Op.location`)."""
         return line_of(self.origin)

@@ -446,38 +446,58 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; else the command of a search, on more devices if the plan's cannot store its state. Schemes that
-    lack an axis of the plan's layout do not count."""
+    :data:`WORTH_TRYING`; where the plan does not fit, FSDP on a mesh of one axis counts as well. Else the command of a search, on
+    more devices if the plan's cannot store its state. Schemes that lack an axis of the plan's layout do not count."""
     if where := topology_for_state(plan):
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
     own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
+
+    def add(flags: str, **changes: Any) -> None:
+        """Plan with some changes, and add the result to ``found`` if it fits."""
+        with quiet(), contextlib.suppress(MeshparError):
+            other = plan.replan(**changes)
+            if fits(other) and other.seconds is not None:
+                found.append((other.seconds, other.memory.peak, flags))
+
+    if not fits(plan) and len(plan.sizes) > 1:
+        mesh = f"data={plan.mesh.size}"
+        add(f"--mesh {mesh} --layout fsdp", mesh=mesh, layout="fsdp")
     for name, scheme in PRESETS.items():
         layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
         has_axes = set(plan.layout.axes) <= set(layout.axes) <= plan.sizes.keys()
         if has_axes and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
-            with quiet(), contextlib.suppress(MeshparError):
-                other = plan.replan(layout=layout)
-                if fits(other) and other.seconds is not None:
-                    found.append((other.seconds, other.memory.peak, name if layout == scheme() else f'"{layout}"'))
-    seconds, peak, name = min(found, default=(math.inf, 0.0, ""))
+            add(f"--layout {name}" if layout == scheme() else f'--layout "{layout}"', layout=layout)
+    seconds, peak, flags = min(found, default=(math.inf, 0.0, ""))
     if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
-        return f"--layout {name}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory, on the same mesh"
+        where = ", on the same mesh" * ("--mesh" not in flags)
+        return f"{flags}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory{where}"
     return f"{_command_line(args, 'search')}: other meshes and layouts"
 
 
 def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
-    """The line of another command for the same target, its arguments and the topology, with some flags."""
+    """The line of another command for the same target, its arguments, the topology and the options of the step, with some flags."""
     words = ["meshpar", command, args.target]
-    given = {"args": args.arguments, "dims": args.dims, "topology": args.topology, **flags}
-    for name, value in (*(("set", text) for text in args.set), *given.items()):
-        words += [] if value is None else [f"--{name}", value]
+    given = {"set": args.set, "args": args.arguments, "dims": args.dims, "topology": args.topology}
+    options = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
+    given |= {
+        f.metadata["flag"][2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default
+    }
+    for name, value in {**given, **flags}.items():
+        value = ",".join(f"{old}={new}" for old, new in value.items()) if isinstance(value, dict) else value
+        for text in value if isinstance(value, list) else [value] * (value is not None):
+            words += [f"--{name}"] if text is True else [f"--{name}", text]
     return shlex.join(words)
 
 
 def _show_next(line: str) -> None:
-    """Print what to do next, as a line to copy."""
-    print(f"\n{shown_text(Text('next', 'bold green'))}  {line}")
+    """Print what to do next: a command in one line, to copy."""
+    head = Text("next", "bold green")
+    print(
+        "",
+        f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)])),
+        sep="\n",
+    )
 
 
 @contextlib.contextmanager
@@ -542,7 +562,7 @@ def _lab(args: argparse.Namespace) -> int:
     given = parse_options(args.set)
     target = _loaded(args, given)
     layout = None if args.layout is None else _layout(args, target, args.layout)
-    mesh = _mesh(args, args.mesh, args.topology, layout)
+    mesh = _mesh(args, args.mesh, args.topology, layout or "")
 
     def lab(target: Target, layout: str | None) -> mp.types.Lab:
         """The lab of a target under ``layout``."""
@@ -661,6 +681,11 @@ def _check(args: argparse.Namespace) -> int:
     default = f"data={args.devices}"
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
+    if meshes is None:
+        _say(
+            args,
+            f"default  mesh: all shapes of {args.devices} devices for the axes of the layout, since no --mesh is given",
+        )
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
@@ -775,7 +800,7 @@ def _where(args: argparse.Namespace, target: Target, *where: str | None) -> tupl
     mesh = _mesh(args, given, topology, layout)
     if layout is None:
         layout = _default_layout(args, target, mesh, topology)
-        _say(args, f"default  layout: {'FSDP' if ';' in layout else layout} over the first axis")
+        _say(args, f"default  layout: {layout}")
     return mesh, layout
 
 
@@ -786,14 +811,14 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` for a layout with
-    the axis between slices."""
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` over several
+    slices, unless a layout is given that lacks the axis between slices."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
         where = parse_topology(topology)
         mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
-        if where.slices > 1 and BETWEEN_SLICES in mp.Layout(layout or "").axes:
+        if where.slices > 1 and (layout is None or BETWEEN_SLICES in mp.Layout(layout).axes):
             mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
             what = f"the slices of {topology}, and one axis in each"
         _say(args, f"default  mesh: {mesh}, {what}")
@@ -822,7 +847,7 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
     raise TargetError(
         f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
         fixes=[
-            *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
+            *(f"did you mean `{name}`?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
             f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
         ],
     )
@@ -834,13 +859,14 @@ def _layouts(args: argparse.Namespace, target: Target, given: Sequence[str] | No
 
 
 def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topology: str | None) -> str:
-    """The text of FSDP over the first axis of the mesh, with the rules whose dims exist.
+    """The text of FSDP over the first axis of the mesh, with the rules whose dims exist. On a mesh whose first axis is ``slice``:
+    HSDP over the first two axes or, if that does not fit the memory, FSDP over both.
 
     Raises:
       TargetError: the target has neither dim.
     """
     bare = _traced(args, target, mesh, topology, "")
-    axis = next(iter(bare.sizes))
+    axis, *others = bare.sizes
     names = bare.program.all_names()
     dims = [d for d in ("batch", "embed") if d in names]
     if not dims:
@@ -848,7 +874,14 @@ def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topolog
             f"{target.name} has neither a dim `batch` nor a dim `embed` for the default layout",
             fixes=[f"say one: --layout 'dim: {axis}'", f"its dims are {', '.join(sorted(names)[:12])}"],
         )
-    return "; ".join(f"{d}: {axis}" for d in dims)
+    if axis != BETWEEN_SLICES or not others:
+        return "; ".join(f"{d}: {axis}" for d in dims)
+    both = f"{axis}+{others[0]}"
+    hsdp, fsdp = ("; ".join(f"{d}: {both if d == 'batch' else weights}" for d in dims) for weights in (others[0], both))
+    if fits(bare.replan(layout=hsdp)) is not False:
+        return hsdp
+    _say(args, f"default  `{hsdp}` does not fit: weights are sharded over `{axis}` too")
+    return fsdp
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:

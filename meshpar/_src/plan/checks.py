@@ -31,11 +31,9 @@ RELATED = {
     "mlp": ("rank", "channels", "embed"),
     "embed": ("channels", "mlp"),
     "heads": ("kv_heads", "head_dim"),
-    "kv_heads": ("heads",),
     "vocab": ("classes", "embed"),
     "seq": ("height",),
     "expert": ("mlp",),
-    "experts": ("expert",),
     "channels": ("embed", "mlp"),
 }
 """Dims of the known schemes → other inferred names of a dim that may be meant, the likeliest first."""
@@ -76,8 +74,8 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 *_inferred_names(program, rule.dim),
                 *_misspelled_names(program, rule.dim),
                 *_list_of_layers(program, rule.dim),
-                *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
+                *([_rule_of_its_own(layout, similar[0])] if shared else []),
                 *(
                     []
                     if near(rule.dim, names)
@@ -85,6 +83,11 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 ),
             ],
         )
+
+
+def _rule_of_its_own(layout: Layout, dim: str) -> str:
+    """The fix for a rule that seems to be misspelled: a rule for the dim that it is similar to, as the user writes rules."""
+    return f"or give `{dim}` a rule of its own: {f'({dim!r}, None)' if layout.from_pairs else f'`{dim}: none`'}"
 
 
 def check_spelling(layout: Layout, names: Collection[str]) -> None:
@@ -98,7 +101,8 @@ def check_spelling(layout: Layout, names: Collection[str]) -> None:
                 rule=str(rule),
                 fixes=[
                     *did_you_mean(rule.dim, names, "dims"),
-                    f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`",
+                    "or remove the rule",
+                    _rule_of_its_own(layout, similar[0]),
                 ],
             )
 
@@ -120,7 +124,7 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
 
 
 def _inferred_names(program: Program, dim: str) -> list[str]:
-    """The fix for an unknown dim if names are inferred: the names that there are, and the one that is probably meant."""
+    """The fixes for an unknown dim if names are inferred, or could be: the names that there are, and the one probably meant."""
     unifier, sizes = program.unifier, defaultdict[str, dict[str, None]](dict)
     for v in program.inputs:
         votes = program.inferred.get(v.path or "", ())
@@ -129,9 +133,15 @@ def _inferred_names(program: Program, dim: str) -> list[str]:
             if vote is not None:
                 width = size if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
                 sizes[vote.name][f"{size // width} × {width}" if width < size else f"{size}"] = None  # with head_dim
-    meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
+    related = () if near(dim, program.all_names()) else RELATED.get(dim, ())
+    meant = next((f"; `{name}` is probably meant" for name in related if name in sizes), "")
     shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
-    return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
+    fixes = [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
+    if any(v.kind != "opt" and v.path not in program.inferred and None in program.dims(v) for v in program.inputs):
+        fixes.append(
+            'dims= or metadata turned inference off: dims={…, "*": "auto"} (--dims auto) infers the other names'
+        )
+    return fixes
 
 
 def sequence_name(program: Program, missing: Collection[str]) -> list[str]:

@@ -235,7 +235,7 @@ function layerNodes({ inputs, weights, steps, dims }) {
     const main = node.ops.find((op) => op.matmul) ?? node.ops.find(({ op }) => op !== "name" && op !== "convert_element_type") ?? node.ops[0];
     const seconds = node.ops.reduce((sum, op) => sum + op.seconds, 0), path = node.path.split("/");
     return {
-      name: (node.ops.length && nameOf(path.slice(common))) || (attends(node) && "attention") || ((main?.matmul || main?.op !== "add" || (!paths.length && node.weights.size)) && main?.title) || main?.op || "", part: node.ops.length > 0,
+      name: (node.ops.length && nameOf(path.slice(common))) || (attends(node) && "attention") || main?.title || "", part: node.ops.length > 0,
       about: [node.path, main?.source].filter(Boolean).join("\n"), time: seconds ? secondsText(seconds) : timed && node.ops.length ? "fused" : "", gates: node.sends.map(gate),
       weights: [...node.weights].map(([shard, sends]) => ({ dims: dims[shard], gates: sends.map(gate) })),
       sources: [...node.sources].filter(([source]) => shown.includes(source)).map(([source, shard]) => [shown.indexOf(source), dims[shard]]),

@@ -20,6 +20,7 @@ from ..cost.time import Time, time_of
 from ..hardware.calibration import EFFICIENCIES
 from ..iterables import grouped, grouped_by
 from ..layout import UNSHARDED, Rule, Spec
+from ..plan.checks import sizes_of_results
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
@@ -45,6 +46,8 @@ PUBLISHED_GPU_STEP = 1.14
 COMPILED_STEP_ERROR = 0.24
 """Largest difference of planned steps from the TPU compiler's schedules, without the kernels that these count as 0 s; source:
 ``benchmarks/results/agreement.md``."""
+STARTS = "starts of kernels"
+"""Part of a step: the seconds of short kernels beyond their work."""
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -76,6 +79,11 @@ def fits(plan: Plan) -> bool | None:
     return None if plan.chip is None else memory_of(plan).peak <= plan.chip.per_device().hbm
 
 
+def takes_text(fits: bool | None) -> str:
+    """``a step takes`` or, of a plan that does not fit, ``a step that fitted would take``."""
+    return "a step that fitted would take" if fits is False else "a step takes"
+
+
 def fit(peak: float, capacity: float) -> str:
     """``fits``, ``tight`` (above the part that a search allows, :data:`USABLE_FRACTION`) or ``too large``; both are bytes."""
     return "too large" if peak > capacity else "tight" if peak > USABLE_FRACTION * capacity else "fits"
@@ -87,7 +95,20 @@ def inputs_text(plan: Plan) -> str:
     inputs = [h for h in sorted(plan.inputs, key=lambda h: "batch" not in h.dims) if h.kind is None]
     integers = [h for h in inputs if "int" in h.dtype]
     sizes = {name: n for h in integers or inputs for name, n in zip(h.dims, h.shape, strict=True) if name}
-    return " × ".join(f"{name} {n:,}" for name, n in sizes.items())
+    return " × ".join(f"{name} {n:,}{_in_activations(plan, name, n)}" for name, n in sizes.items())
+
+
+def _in_activations(plan: Plan, name: str, n: int) -> str:
+    """`` (2,048 in activations, split over model)`` of a dim of ``n`` tokens of which a step reads all but one as inputs; "" of
+    others."""
+    if plan.program.cached(sizes_of_results).get(name) != n - 1:
+        return ""
+    results = (v for op in plan.program.root.walk() for v in op.outs)
+    dims = (
+        d for v in results for m, d in zip(v.shape, value_dims(plan, v), strict=True) if d[0] == name and m == n - 1
+    )
+    axes = "+".join(next((axes for _, axes in dims if axes), ()))
+    return f" ({n - 1:,} in activations{f', split over {axes}' if axes else ''})"
 
 
 def step_tokens(plan: Plan, dims: Iterable[str] = ("batch",)) -> int:
@@ -108,10 +129,12 @@ def time_bounds(time: Time) -> str:
 
 
 def parts_text(time: Time) -> str:
-    """The parts of a step if nothing overlaps, longest first: ``communication 212 ms, matmuls 80.9 ms, memory traffic 50.8 ms``."""
-    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector}
+    """The parts of a step if nothing overlaps, longest first, without those below a thousandth of it: ``communication 212 ms,
+    matmuls 80.9 ms, memory traffic 50.8 ms``."""
+    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector, STARTS: time.starts}
     parts |= {"communication": time.communication, "copies to and from the host": time.to_host + time.to_device}
-    return ", ".join(f"{k} {format_seconds(v)}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
+    ranked = sorted(parts.items(), key=lambda x: -x[1])
+    return ", ".join(f"{k} {format_seconds(v)}" for k, v in ranked if v > 1e-3 * time.serial)
 
 
 def accuracy_text(plan: Plan) -> str:

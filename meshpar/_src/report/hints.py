@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
 from ..plan.steps import Step
-from ..program.ir import Op, Value
+from ..program.ir import Op, Program, Value
 from ..program.pipeline import layer_loops
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
@@ -59,7 +60,13 @@ class Hint(NamedTuple):
 
 def hints(plan: Plan) -> list[str]:
     """The hints of a plan, the largest gain first: in seconds of the step, or in bytes of the peak if it does not fit."""
-    found = [*_memory_hints(plan), attention_hint(plan), recomputation_hint(plan), *_exchanges(plan)]
+    found = [
+        *_memory_hints(plan),
+        attention_hint(plan),
+        recomputation_hint(plan),
+        *fused_hints(plan),
+        *_exchanges(plan),
+    ]
     largest = (lambda h: (-h.bytes, -h.seconds)) if fits(plan) is False else (lambda h: (-h.seconds, -h.bytes))
     return [hint.text for hint in sorted(filter(None, found), key=largest)]
 
@@ -154,20 +161,26 @@ def _state_hint(plan: Plan) -> Hint | None:
     )
 
 
-def attention_hint(plan: Plan) -> Hint | None:
-    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none.
+def attention_scores(program: Program) -> tuple[list[Op], set[Value]]:
+    """The matmuls of queries and keys; their results, and what is computed elementwise of these.
 
     Scores are the results of a batched matmul that are larger than its operands, and of which an exponential (the softmax) is
     computed elementwise.
     """
-    flow, time = plan.program.cached(elementwise_flow), time_of(plan)
-    exponentials = {v for op in plan.program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
+    flow = program.cached(elementwise_flow)
+    exponentials = {v for op in program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
     made, scores = list[Op](), set[Value]()
-    for op in plan.program.root.walk():
+    for op in program.root.walk():
         batch, *sides, contracted = _matmul_sides(op)
         if batch > 1 and min(sides) > contracted and not exponentials.isdisjoint(flow.after(op.outs)):
             made.append(op)
             scores |= {v for v in flow.spread(op.outs, ()) if v.elements == op.outs[0].elements}
+    return made, scores
+
+
+def attention_hint(plan: Plan) -> Hint | None:
+    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none."""
+    (made, scores), time = plan.program.cached(attention_scores), time_of(plan)
     kernels = [k for k in kernels_of(computation_of(plan)) if any(b.value in scores for b in (*k.reads, *k.writes))]
     stored = [b.bytes for k in kernels for b in k.writes if b.value in scores]
     if not stored:
@@ -180,6 +193,32 @@ def attention_hint(plan: Plan) -> Hint | None:
         "mp.layers.attention computes them in chunks, which it does not store",
         took,
     )
+
+
+def fused_hints(plan: Plan) -> list[Hint]:
+    """The weights with several arrays in a sharded dim (queries, keys and values), and the bytes that cutting it sends."""
+    root_of, sent = plan.program.unifier.weak_root, defaultdict[str, list[Collective]](list)
+    weights = sorted((v for v in plan.program.inputs if v.kind == "params"), key=lambda v: v.elements)
+    weight_of = {root_of(node): v for v in weights for node in v.nodes if node >= 0}  # the largest, not a bias
+    for c in plan.collectives:
+        op = c.origin
+        if c.op != "all-to-all" or op is None or op.rule is None:
+            continue
+        along = {f for pair in op.rule.sharded_like for f in pair}
+        arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
+        cut = [(v.shape[i], v.nodes[i]) for v, dims in arrays if v for i, fs in enumerate(dims or ()) if along & {*fs}]
+        if cut and (weight := weight_of.get(root_of(max(cut)[1]))) is not None:
+            sent[re.sub(r"\d+", "*", weight.path or "")].append(c)
+    found = []
+    for path, cut in sent.items():
+        size = sum(c.total_bytes for c in cut)
+        text = (
+            f"{format_bytes(size)} of all-to-alls: `{path}` has several arrays in one sharded dim, which are cut. Use one weight for "
+            "each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
+            "docs/names.md#fused-kernels"
+        )
+        found.append((size, Hint(text, sum(c.total_seconds for c in cut))))
+    return [hint for _, hint in sorted(found, reverse=True)[:MAX_HINTS]]
 
 
 def recomputation_hint(plan: Plan) -> Hint | None:

@@ -133,8 +133,9 @@ def verdict(plan: Plan) -> str:
         if shares
         else ""
     )
+    takes = facts.takes_text(facts.fits(plan)).capitalize()
     return (
-        f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. A step takes about '
+        f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. {takes} about '
         f"<b>{format_seconds(time.seconds)}</b> (MFU {100 * time.mfu:.0f} %){bound}.</p>"
     )
 
@@ -211,8 +212,13 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
         ("collectives alone", time.communication, sent),
     ]
-    copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
-    rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
+    link = "copies over the link to the host"
+    others = (
+        (f"{facts.STARTS} alone", time.starts, "short kernels, beyond their work"),
+        ("copies to the host alone", time.to_host, link),
+        ("copies to the device alone", time.to_device, link),
+    )
+    rows += [(label, n, [("ink", n, of)]) for label, n, of in others if n]
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
     notes = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in step_notes(plan))}</ul>"

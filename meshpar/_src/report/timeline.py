@@ -219,6 +219,7 @@ def step_bounds(plan: Plan) -> list[tuple[str, float]]:
 def _unit(op: KernelTime) -> str:
     """The unit that bounds a kernel."""
     units = {"memory traffic": op.traffic_seconds, "matmuls": op.matmul_seconds, "vector units": op.vector_seconds}
+    units[facts.STARTS] = op.start_seconds
     return max(units, key=units.__getitem__)
 
 

@@ -16,14 +16,14 @@ from rich.console import Group
 from rich.text import Text
 
 from ...errors import MeshparError, UnknownAxisError, UnsupportedError
-from ..hardware.topology import device_count, larger_topologies
+from ..hardware.topology import device_count, larger_topologies, parse_topology
 from ..layout import UNSHARDED, Layout
 from ..mesh import parse_mesh
 from ..plan_api import Plan
 from ..report.colours import AxisColours
 from ..report.diff import MIN_DIFFERENCE, longer_parts
 from ..report.document import Document
-from ..report.facts import calibration_text, title
+from ..report.facts import calibration_text, takes_text, title
 from ..report.hints import hints
 from ..report.tables import Cell, Table, hanging, key, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
@@ -218,10 +218,11 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than under FSDP, the default layout; where FSDP does not fit or divide the arguments,
-        than under the best known scheme that does. "" where there is none, or it is the best itself."""
+        """How much shorter the best step is than under the default layout: FSDP, over several slices HSDP if it fits. Where that
+        does not fit or divide the arguments, than under the best known scheme that does. "" if there is none, or it is the best."""
         known = {r.name: r for r in reversed(self.rows) if r.name not in ("", "yours")}
-        default, what = known.pop("fsdp", None), "the default layout"
+        hsdp = known.get("hsdp") if parse_topology(self.topology).slices > 1 else None
+        default, what = hsdp if hsdp and hsdp.fits and not hsdp.undivided else known.get("fsdp"), "the default layout"
         why = "" if default is None else default.undivided or "it does not fit" * (not default.fits)
         row = default
         if row is None or why:
@@ -254,8 +255,8 @@ class Search(Document):
         )
         return (
             f'<h1>{escape(self.name or title(self._base))} <span class="dim">search on {escape(self.topology)}</span></h1>'
-            f'<p class="verdict">{verdict}A step takes about <b>{format_seconds(best.seconds)}</b> (MFU {100 * best.mfu:.0f} %), '
-            f"with {of}.{speedup}</p>"
+            f'<p class="verdict">{verdict}{takes_text(self.fits).capitalize()} about '
+            f"<b>{format_seconds(best.seconds)}</b> (MFU {100 * best.mfu:.0f} %), with {of}.{speedup}</p>"
             f'<dl class="facts">{chosen}</dl>{self._picture.drawing(rows)}{key(legend)}'
             f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
             f'<p class="dim">{escape(". ".join(text[:1].upper() + text[1:] for text in about if text))}.</p>'
