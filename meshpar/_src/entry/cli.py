@@ -471,10 +471,8 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
     """The line of another command for the same target, its arguments, the topology and the options of the step, with some flags."""
     words = ["meshpar", command, args.target]
     given = {"set": args.set, "args": args.arguments, "dims": args.dims, "topology": args.topology}
-    options = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
-    given |= {
-        f.metadata["flag"][2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default
-    }
+    fields = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
+    given |= {f.metadata["flag"][2:]: v for f in fields if (v := getattr(args, f.name, f.default)) != f.default}
     for name, value in {**given, **flags}.items():
         value = ",".join(f"{old}={new}" for old, new in value.items()) if isinstance(value, dict) else value
         for text in value if isinstance(value, list) else [value] * (value is not None):
@@ -485,11 +483,8 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
 def _show_next(line: str) -> None:
     """Print what to do next: a command in one line, to copy."""
     head = Text("next", "bold green")
-    print(
-        "",
-        f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)])),
-        sep="\n",
-    )
+    text = f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)]))
+    print(f"\n{text}")
 
 
 @contextlib.contextmanager
@@ -674,10 +669,7 @@ def _check(args: argparse.Namespace) -> int:
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
     if meshes is None:
-        _say(
-            args,
-            f"default  mesh: all shapes of {args.devices} devices for the axes of the layout, since no --mesh is given",
-        )
+        _say(args, f"default  mesh: all shapes of {args.devices} devices, since no --mesh is given")
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)

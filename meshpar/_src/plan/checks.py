@@ -359,11 +359,9 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
 
 def sizes_in_results(program: Program) -> dict[str, int]:
     """Name of a dim → its size in most results of ops."""
-    counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
-    for v in (v for op in program.root.walk() for v in op.outs):
-        for n, dim in zip(v.shape, program.dims(v), strict=True):
-            counts[dim or ""][n] += 1
-    return {dim: sizes.most_common(1)[0][0] for dim, sizes in counts.items()}
+    results = (v for op in program.root.walk() for v in op.outs)
+    counts = Counter(dim for v in results for dim in zip(program.dims(v), v.shape, strict=True))
+    return {name: n for (name, n), _ in reversed(counts.most_common()) if name}
 
 
 def check_blocks(op: Op, spec: Spec, assignment: AxisAssignment) -> None:

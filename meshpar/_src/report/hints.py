@@ -165,9 +165,8 @@ def fused_hints(plan: Plan) -> list[str]:
     root_of, sent = plan.program.unifier.weak_root, defaultdict[str, float](float)
     weights = sorted((v for v in plan.program.inputs if v.kind == "params"), key=lambda v: v.elements)
     weight_of = {root_of(node): v for v in weights for node in v.nodes if node >= 0}  # the largest, not a bias
-    for c in plan.collectives:
-        op = c.origin
-        if c.op != "all-to-all" or op is None or op.rule is None:
+    for op, c in ((c.origin, c) for c in plan.collectives if c.op == "all-to-all"):
+        if op is None or op.rule is None:
             continue
         along = {f for pair in op.rule.sharded_like for f in pair}
         arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
@@ -184,11 +183,8 @@ def fused_hints(plan: Plan) -> list[str]:
 
 def program_hints(plan: Plan) -> list[str]:
     """The edits of the program that avoid storing attention scores, cutting fused weights, or sending operands."""
-    return [
-        *filter(None, [attention_hint(plan)]),
-        *fused_hints(plan),
-        *(hint.text(plan) for hint in exchange_hints(plan)),
-    ]
+    exchanges = (hint.text(plan) for hint in exchange_hints(plan))
+    return [*filter(None, [attention_hint(plan)]), *fused_hints(plan), *exchanges]
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:
