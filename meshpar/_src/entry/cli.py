@@ -39,7 +39,7 @@ from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
 from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
-from ..options import add_flags, given_flags
+from ..options import add_flags, flag_of, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
@@ -480,9 +480,7 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
     words = ["meshpar", command, args.target]
     given = {"set": args.set, "args": args.arguments, "dims": args.dims, "topology": args.topology}
     options = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
-    given |= {
-        f.metadata["flag"][2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default
-    }
+    given |= {flag_of(f)[2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default}
     for name, value in {**given, **flags}.items():
         value = ",".join(f"{old}={new}" for old, new in value.items()) if isinstance(value, dict) else value
         for text in value if isinstance(value, list) else [value] * (value is not None):
