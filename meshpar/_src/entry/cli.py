@@ -785,7 +785,7 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` over several slices,
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology; over several slices ``slice=S, data=N/S``,
     unless a layout is given that lacks the axis between slices."""
     if mesh is None:
         if topology is None:

@@ -122,7 +122,9 @@ def _fix_of_slices(plan: Plan) -> str:
         edits, over = [f'--mesh "{mesh_text(sizes)}"'], [BETWEEN_SLICES]
     else:
         sizes = dict(plan.sizes)
-    kept = [replace(r, axes=tuple(a for a in r.axes if a in sizes and a not in over)) for r in plan.requested_layout.rules]
+    kept = [
+        replace(r, axes=tuple(a for a in r.axes if a in sizes and a not in over)) for r in plan.requested_layout.rules
+    ]
     kept = [replace(r, axes=(*over, *r.axes)) if (r.dim, r.scope) == ("batch", None) else r for r in kept]
     layout = Layout("; ".join(str(r) for r in kept if r.axes))
     edits += [f'--layout "{layout}"'] * (layout != plan.requested_layout)

@@ -132,7 +132,9 @@ def _inferred_names(program: Program, dim: str) -> list[str]:
     shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
     fixes = [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
     if any(v.kind != "opt" and v.path not in program.inferred and None in program.dims(v) for v in program.inputs):
-        fixes.append('dims= or metadata turned inference off: dims={…, "*": "auto"} (--dims auto) infers the other names')
+        fixes.append(
+            'dims= or metadata turned inference off: dims={…, "*": "auto"} (--dims auto) infers the other names'
+        )
     return fixes
 
 

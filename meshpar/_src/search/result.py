@@ -221,8 +221,8 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than under the default layout: FSDP, over several slices HSDP if it fits. Where that does
-        not fit or divide the arguments, than under the best known scheme that does. "" where there is none, or it is the best itself."""
+        """How much shorter the best step is than under the default layout: FSDP, over several slices HSDP if it fits. Where it does
+        not fit or divide the arguments, than under the best known scheme that does. "": there is none, or it is the best."""
         known = {r.name: r for r in reversed(self.rows) if r.name not in ("", "yours")}
         hsdp = known.get("hsdp") if parse_topology(self.topology).slices > 1 else None
         default, what = hsdp if hsdp and hsdp.fits and not hsdp.undivided else known.get("fsdp"), "the default layout"

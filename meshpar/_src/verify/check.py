@@ -79,7 +79,9 @@ class Row:
         leaf = f"largest difference {self.difference:.1e} in {place}" if self.difference else "no difference"
         if some and self.error is None:
             leaf = f"largest difference {self.difference:.1e}"
-        rounded = f"; {some} of {self.leaves} leaves differ{'s' * (some == 1)} by more, as rounding explains" if some else ""
+        rounded = (
+            f"; {some} of {self.leaves} leaves differ{'s' * (some == 1)} by more, as rounding explains" if some else ""
+        )
         mark = "✓" if self.error is None else "✗"
         return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
 
