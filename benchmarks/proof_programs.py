@@ -85,24 +85,29 @@ def programs() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
     )
     for layout in ("batch: data", "batch: data; mlp: model", "batch: data; embed: data; mlp: model"):
         yield f"matmuls, {layout}", lambda layout=layout: plan(*of, layout)
-    sequence = "batch: data; seq: model; mlp: model"
     long = params, S((2, SEQ, EMBED), jnp.float32)
     named = dims | {"batch/0": "batch seq embed"}
-    yield "ring", lambda: plan(of[0], long, named, sequence, overlap="ring")
+    for layout in ("batch: data; seq: model; mlp: model", "batch: data; embed: data; mlp: model"):
+        yield f"ring, {layout}", lambda layout=layout: plan(of[0], long, named, layout, overlap="ring")
     weights = arrays(table=(VOCAB, EMBED), head=(EMBED, VOCAB))
     tokens = {"*/table": "vocab embed", "*/head": "embed vocab", "batch/0": "batch seq"}
     ids = S((BATCH, SEQ), jnp.int32)
-    yield "lookups", lambda: plan(gradient_step(lookups), (weights, ids), tokens, "batch: data; vocab: model")
+    looked_up = gradient_step(lookups), (weights, ids), tokens
+    for layout in ("batch: data; vocab: model", "batch, embed: data; vocab: model"):
+        yield f"lookups, {layout}", lambda layout=layout: plan(*looked_up, layout)
     kernels = arrays(first=(3, 3, 4, 8), second=(3, 3, 8, 8))
     images = {"params/*": "_ _ _ _", "batch/0": "batch height width _"}
     image = S((BATCH, 32, 8, 4), jnp.float32)
-    yield "halos", lambda: plan(gradient_step(convolutions), (kernels, image), images, "batch: data; height: model")
+    convolved = gradient_step(convolutions), (kernels, image), images
+    for layout in ("batch: data; height: model", "batch: model; height: data"):
+        yield f"halos, {layout}", lambda layout=layout: plan(*convolved, layout)
     served = arrays(key=(EMBED, EMBED), head=(EMBED, VOCAB))
     slots = {
         "weights/key": "_ _", "weights/head": "_ vocab", "cache": "batch slot _", "x": "batch _", "position": "batch",
     }  # fmt: skip
     state = served, S((BATCH, SEQ, EMBED), jnp.float32), S((BATCH, EMBED), jnp.float32), S((BATCH,), jnp.int32)
-    yield "decode", lambda: plan(decode, state, slots, "batch: data; slot, vocab: model")
+    for layout in ("batch: data; slot, vocab: model", "slot, vocab: data+model"):
+        yield f"decode, {layout}", lambda layout=layout: plan(decode, state, slots, layout)
     target = llama.tiny(attention="xla", heads=8, kv_heads=4)
     for layout in ("fsdp_tensor", "sequence_parallel"):
         yield f"transformer {layout}", lambda layout=layout: plan(*target, llama.LAYOUTS[layout])
@@ -126,9 +131,13 @@ def arguments(program: ClosedJaxpr) -> list[Any]:
     ]
 
 
-def equal(program: ClosedJaxpr, other: ClosedJaxpr, args: Sequence[Any]) -> bool:
-    """Whether two programs have the same results, up to rounding."""
-    found, wanted = (jax.jit(jaxpr_as_fun(p), compiler_options=QUICK[-1])(*args) for p in (program, other))
+def run(program: ClosedJaxpr, args: Sequence[Any]) -> list[jax.Array]:
+    """The results of a program on 8 virtual devices."""
+    return jax.jit(jaxpr_as_fun(program), compiler_options=QUICK[-1])(*args)
+
+
+def equal(found: Sequence[jax.Array], wanted: Sequence[jax.Array]) -> bool:
+    """Whether results are the same, up to rounding."""
     return all(np.allclose(x, y, rtol=2e-3, atol=2e-5, equal_nan=True) for x, y in zip(found, wanted, strict=True))
 
 
@@ -142,8 +151,9 @@ def main() -> None:
     }
     for name, plan in plans.items():
         written = plan.program.traced.written
+        args = arguments(written)
         try:
-            outcome[name]["equal"] = equal(lowered(plan), written, arguments(written))
+            outcome[name]["equal"] = equal(run(lowered(plan), args), run(written, args))
         except Exception as e:  # a wrong program may fail as well
             print(name, repr(e)[:200], file=sys.stderr)
             outcome[name]["equal"] = False

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import math
 import os
 import re
 import shutil
@@ -23,6 +22,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+from meshpar._src.units import format_seconds
 
 HERE = Path(__file__).resolve().parent
 NUMBERS = HERE / "pictures.json"
@@ -54,7 +55,7 @@ class Picture:
 
 
 SMALL_BATCH = ("examples/llama.py:llama3_8b", "--topology", "v5e:16x16", "--set", "batch=32")
-SEQUENCE = ("--layout", "batch: data; heads, kv_heads, mlp, vocab: model; embed: data; seq: model")
+SEQUENCE = ("--layout", "batch: data; heads, kv_heads?, mlp, vocab: model; embed: data; seq: model")
 COLUMNS = (
     ".sides { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px; margin-top: 14px } "
     ".torus .wide { display: none } "
@@ -156,20 +157,6 @@ def part(pattern: str, page: str) -> str:
     return found[1]
 
 
-def duration(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
-
-
-def adding_up(parts: Sequence[float]) -> list[float]:
-    """Parts, rounded so that they add up to their sum, rounded to three digits: those nearest to the next unit are rounded up."""
-    unit = 10.0 ** (math.floor(math.log10(sum(parts))) - 2)
-    units = [math.floor(n / unit) for n in parts]
-    nearest = sorted(range(len(parts)), key=lambda k: units[k] - parts[k] / unit)
-    for k in nearest[: round(sum(parts) / unit) - sum(units)]:
-        units[k] += 1
-    return [n * unit for n in units]
-
-
 def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
     """A page with two plans side by side: mesh, step time, its parts on one scale, and the axes on the chips.
 
@@ -186,22 +173,20 @@ def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
     change = 100 * (parts[1]["step, estimated"][0] / parts[0]["step, estimated"][0] - 1)
     for k, (p, of) in enumerate(zip(pages, parts, strict=True)):
         (seconds, both), (_, sent) = of["step, estimated"], of["collectives alone"]
-        rounded = adding_up([n for _, n, _ in both])
         rows = [("<b>step</b>", seconds, both)]
-        rows += [(name, n, [[css, exact, name]]) for n, (css, exact, name) in zip(rounded, both, strict=True)]
-        shown = [bar for bar in sorted(sent) if bar[1] > 0.02 * seconds]
+        shown = [*both, *(bar for bar in sorted(sent) if bar[1] > 0.02 * seconds)]
         rows += [(name.replace(" over", ":"), n, [[css, n, name]]) for css, n, name in shown]
         drawn = "".join(
             f'<div><span>{name.removesuffix(" communication")}</span><span class="track">'
             + "".join(f'<i class="{css}" style="width:{100 * n / longest:.1f}%"></i>' for css, n, _ in stack)
-            + f'</span><span class="n">{duration(n)}</span></div>'
+            + f'</span><span class="n">{format_seconds(n)}</span></div>'
             for name, n, stack in rows
         )
         torus = part(r'(<div class="picture" data-draw="drawTorus".*?</script></div>)', p)
         less = f'<span class="{"up" if change > 0 else "down"}">{same}{change:+.0f} %</span>'.replace("-", "−") * k
         sides.append(
             f'<div class="side"><h2>{titles[k]}</h2><div>mesh &nbsp;{mesh.format(meshes[k])}</div>{layout.format(layouts[k])}'
-            f'<div class="time"><b>{duration(seconds)}</b>a step{less}'
+            f'<div class="time"><b>{format_seconds(seconds)}</b>a step{less}'
             f'</div><div class="parts">{drawn}</div>{torus}</div>'
         )
     head = part(r"(<h1>.*?</h1>)", pages[0])

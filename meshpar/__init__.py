@@ -14,8 +14,7 @@ from ._src.entry import starting as _starting  # noqa: F401  # shows a line befo
 
 # isort: split
 from . import data, errors, hardware, layers, layouts, log, nd, replicas, train, types
-from ._src.entry.api import check, compile, init, jit, lab, plan, prove, search, shardings
-from ._src.entry.infer_dims import infer_dims
+from ._src.entry.api import check, compile, infer_dims, init, jit, lab, plan, prove, search, shardings
 from ._src.entry.move import move
 from ._src.layout import Layout
 from ._src.mesh import mesh, virtual_devices

@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, and the meshes that tests share."""
 
+import contextlib
 import os
 
 os.environ.setdefault(
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 import quick
+from browser import chromium, opened_page
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -52,6 +54,19 @@ def x64():
     """A test in float64."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def opened(browser):
+    """A function that opens a page (:func:`browser.opened_page`), which is closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *address, **options: stack.enter_context(opened_page(browser, *address, **options))
 
 
 @pytest.fixture(autouse=True)

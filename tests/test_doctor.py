@@ -15,9 +15,8 @@ def finding(findings, name):
 
 def test_the_installed_requirements_are_met():
     findings = doctor.diagnose()
-    assert {"python", "jax", "flax", "optax", "numpy", "rich", "devices", *doctor.FEATURES} <= {
-        f.name for f in findings
-    }
+    names = {"python", "jax", "flax", "optax", "numpy", "rich", "devices", *doctor.FEATURES}
+    assert names <= {f.name for f in findings}
     assert finding(findings, "jax").detail == jax.__version__
     assert not [f for f in findings if f.status == "problem"]
 

@@ -86,7 +86,7 @@ params/down: dim `mlp` of size 30 does not divide over data=4: 30 is not a multi
   dims    mlp embed
   rule    mlp: data
   fix     make `mlp` 28 or 32: the nearest multiples of 4
-          or use a mesh with `data` of 2
+          or use mesh="data=2, model=4"
           write `mlp?: data` to split it only where it divides
 
 the dims= pattern 'params/upp' matches no tensor; a pattern matches a complete path
@@ -185,6 +185,23 @@ def test_unknown_dim_in_init_is_a_misspelling_only_where_a_name_is_near():
 
     assert init("batch: data; embed: data").outputs[0].dims == ("embed", "mlp")  # the batch's rule
     assert "did you mean `embed`?" in text(mp.errors.UnknownDimError, init, "embd: data")
+    assert "or give `embed` a rule of its own: `embed: none`" in text(mp.errors.UnknownDimError, init, "embd: data")
+    removed, own = text(mp.errors.UnknownDimError, init, [("embd", "data")]).split("\n")[-2:]
+    assert "or remove the rule" in removed
+    assert own.strip() == "or give `embed` a rule of its own: ('embed', None)"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "fix"),
+    [("data=8", 'mesh="data=2, model=4", with rules for `model`: its devices else do the same work'),
+     ("model=8", 'mesh="model=2, data=4", with rules for `data`: its devices else do the same work'),
+     ("slice=2, data=4", 'mesh="slice=4, data=2"')],
+)  # fmt: skip
+def test_a_mesh_whose_axis_divides_has_all_devices(mesh, fix):
+    axis = mesh.rpartition(" ")[2].partition("=")[0]
+    error = text(mp.errors.DivisibilityError, lambda: plan(f"mlp: {axis}", args=arguments(mlp=30), mesh=mesh))
+    assert f"          or use {fix}\n" in error
+    plan(f"mlp: {axis}", args=arguments(mlp=30), mesh=fix.split('"')[1])
 
 
 def test_errors_have_their_facts_as_attributes():
@@ -375,11 +392,6 @@ OTHERS = [  # (class, call, texts of the error)
         ["did you mean `length`?", 'names={"length": "seq"}'],
     ),
     (
-        E.LayoutSyntaxError,
-        lambda: mp.Layout("batch=data"),
-        ["layout rule 'batch=data' has no `:`\n  rule    batch=data\n  fix     write `:` in rules: `batch: data`"],
-    ),
-    (
         E.UnknownAxisError,
         lambda: plan("mlp: model", mesh="data=8"),
         [
@@ -480,7 +492,6 @@ OTHERS = [  # (class, call, texts of the error)
         lambda: mp.compile(mp.jit(loss, **STEP), layout="batch: data", lowering="shard_map"),
         ["layout, lowering: the result of mp.jit has its own"],
     ),
-    (E.LayoutSyntaxError, lambda: mp.jit(loss, **STEP, dims="batch embed"), ["dims='batch embed'"]),
     (E.LayoutSyntaxError, lambda: mp.jit(loss, **STEP, dims=["batch"]), ["'batch' is not a pair"]),
     (E.LayoutSyntaxError, lambda: mp.jit(loss, **STEP, dims={"x": 3}), ["pattern 'x' 3 are no dims"]),
     (E.MeshError, lambda: mp.jit(loss, mesh=(4, 2), layout=""), ["mesh=(4, 2) is no mesh"]),
@@ -501,7 +512,6 @@ OTHERS = [  # (class, call, texts of the error)
         ["not regular expressions: did you mean '*fc1*kernel'"],
     ),
     (E.LayoutSyntaxError, lambda: mp.Layout(42), ["Layout(42) is neither text nor a list of rules"]),
-    (E.LayoutSyntaxError, lambda: mp.mesh((4, 2)), ['mp.mesh("data=4, model=2")']),
 ]
 
 

@@ -88,7 +88,10 @@ def test_the_name_of_a_scheme_is_its_layout_with_the_default_axes(name):
 
 def test_a_scheme_for_weights_without_names_gives_the_dims_to_fill_in():
     args = {"w": shape(16, 8)}, shape(8, 16)
-    with pytest.warns(ReplicatedWarning, match=r'The weights have no names.*\n.*\n  "p/w": "_ _",  # \[16, 8\]'):
+    with pytest.warns(
+        ReplicatedWarning,
+        match=r'The weights have no names.*\(nnx.eval_shape for nnx modules\).*\n.*\n  "p/w": "_ _",  # \[16, 8\]',
+    ):
         mp.plan(lambda p, x: (x @ p["w"]).mean(), *args, mesh="data=4", layout="fsdp", dims={"x": "batch _"})
 
 
@@ -156,7 +159,8 @@ def test_init_of_weights_without_names_warns(layout, dims, warns):
         return {"layers_0": {"w": jnp.ones((16, 8))}, "layers_1": {"w": jnp.ones((16, 8))}, "b": jnp.ones(8)}
 
     mesh = "data=4, context=2" if layout == "context_parallel" else "data=4"
-    replicated = r'mp.init: the weights have no names.*\n.*\n  "\*/layers_\*/w": "_ _",  # \[16, 8\] and 1 more\n}'
+    template = r'\n.*\n  "\*/layers_\*/w": "_ _",  # \[16, 8\] and 1 more\n}'
+    replicated = r"mp.init: the weights have no names.*\(nnx.eval_shape for nnx modules\).*" + template
     with pytest.warns(ReplicatedWarning, match=replicated) if warns else nullcontext():
         mp.init(create, mesh=mesh, layout=layout, dims=dims)()
 
@@ -192,9 +196,8 @@ def test_the_template_has_the_batch_and_the_weights_but_not_their_optimizer_stat
     with pytest.raises(mp.errors.UnknownDimError) as e:
         mp.plan(loss, state, {"x": jnp.ones((4, 8))}, mesh="data=4", layout="batch: data", dims={})
     text = str(e.value)
-    assert text.index('"batch/x": "_ _",  # [4, 8]') < text.index(
-        '"state/params/layers_*/up/kernel": "_ _",  # [8, 8] and 19 more'
-    )
+    weights = '"state/params/layers_*/up/kernel": "_ _",  # [8, 8] and 19 more'
+    assert text.index('"batch/x": "_ _",  # [4, 8]') < text.index(weights)
     assert "opt" not in text
     assert "more\n" not in text.partition("and 19 more")[2]
 
@@ -235,9 +238,8 @@ def test_arguments_without_names_are_listed_for_a_dim_that_no_value_has():
         mp.plan(lambda state, batch: batch["x"] @ state["params"]["w"], params, {"x": jnp.ones((4, 8))}, mesh="data=4",
                 layout="batch: data; mlp: data", dims=dims)  # fmt: skip
 
-    with pytest.raises(
-        mp.errors.UnknownDimError, match=r'(?s)have no names: name their dims.*"batch/x": "batch _",  # \[4, 8\]'
-    ):
+    template = r'(?s)have no names: name their dims.*"batch/x": "batch _",  # \[4, 8\]'
+    with pytest.raises(mp.errors.UnknownDimError, match=template):
         plan({"*/w": "_ mlp"})
     with pytest.raises(mp.errors.UnknownDimError) as e:  # a misspelled name
         plan({"*/w": "_ mlp", "*/x": "bacth _"})
@@ -261,6 +263,8 @@ def test_arguments_without_names_are_listed_for_a_dim_that_no_value_has():
         ("batch, seq: data, mlp: model", "separate rules by `;`: `batch, seq: data; mlp: model`"),
         (["batch: data", "mlp: model"], 'in one text, separated by `;`: "batch: data; mlp: model"'),
         ("batch=data; embed=data", "write `:` in rules: `batch: data`"),
+        ("batch data", "did you mean `batch: data`?"),
+        ("batch: data; heads, mlp model", "did you mean `heads, mlp: model`?"),
         ("batch::data", "write `batch:data`"),
         ("batch", "layout rule 'batch' has no `:`"),
         ("batch: ", "'' is not an axis"),

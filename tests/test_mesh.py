@@ -198,9 +198,8 @@ def test_a_mesh_that_leaves_accelerators_idle_warns(monkeypatch):
     gpus, made = [Gpu() for _ in range(8)], []
     monkeypatch.setattr(jax, "devices", lambda: gpus)
     monkeypatch.setattr(sys.modules["meshpar._src.mesh"], "Mesh", lambda array, *_, **__: made.append(array.shape))
-    with pytest.warns(
-        mp.errors.IdleDevicesWarning, match=r"\(data=3, model=2\) has 6 of 8 .*devices=jax.devices\(\)\[:6\]"
-    ):
+    idle = r"\(data=3, model=2\) has 6 of 8 .*devices=jax.devices\(\)\[:6\]"
+    with pytest.warns(mp.errors.IdleDevicesWarning, match=idle):
         mp.mesh("data=3, model=2")
     mp.mesh("data=4, model=2")
     mp.mesh("data=4", devices=gpus)

@@ -91,21 +91,6 @@ def plan_of(fn, *names, **options):
     return mp.plan(fn, *args, mesh="data=4, model=2", layout="batch: data; embed: model", dims=dims, **options)
 
 
-def test_results_that_nothing_reads_are_neither_computed_nor_sent():
-    def with_unread(x, w, v):
-        norm = jnp.sum((x @ v) ** 2)  # a matmul and two all-reduces
-        del norm
-        return x @ w, x
-
-    def without(x, w, v):
-        return x @ w, x
-
-    def work(plan):
-        return [(c.op, c.axes, c.bytes) for c in plan.collectives], model_flops(plan), plan.memory.peak
-
-    assert work(plan_of(with_unread, "x", "w", "v")) == work(plan_of(without, "x", "w", "v"))
-
-
 def test_unread_results_of_a_loop():
     def loop(x, w, v):
         def body(carry, _):

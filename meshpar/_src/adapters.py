@@ -51,9 +51,8 @@ class Adapter:
     def update(self) -> jax.Array:
         """``scale * A @ B`` with the dims of the weight, in the dtype of A."""
         letter = {d: chr(ord("a") + d) for d in (*self.batch, *self.contracted, *self.free)}
-        batch, contracted, free = (
-            "".join(letter[d] for d in dims) for dims in (self.batch, self.contracted, self.free)
-        )
+        parts = self.batch, self.contracted, self.free
+        batch, contracted, free = ("".join(letter[d] for d in dims) for dims in parts)
         spec = f"{batch}{contracted}Z,{batch}Z{free}->{''.join(sorted(letter.values()))}"
         return self.scale * jnp.einsum(spec, self.lora_A, self.lora_B)
 
@@ -147,17 +146,16 @@ class _Evaluator:
         free = [d for d in w.dims if d not in (*own, *stack)]
         use = (*w.removed, *stack), tuple(sorted(own)), tuple(sorted(free))
         adapter = w.adapter
-        first = self.uses.setdefault(
-            w.path, use if adapter is None else (adapter.batch, adapter.contracted, adapter.free)
-        )
+        adapted = use if adapter is None else (adapter.batch, adapter.contracted, adapter.free)
+        first = self.uses.setdefault(w.path, adapted)
         if use[0] != first[0] or set(use[1:]) != set(first[1:]):
             return None
 
-        def product(x: Any) -> Any:
+        def matmul(x: Any) -> Any:
             return bind(eqn, (x, w.dequantized()) if i else (w.dequantized(), x), p)[0]
 
         # the backward pass dequantizes once more: saved, and gathered, are the codes
-        y = (jax.checkpoint(product) if w.coded else product)(x)
+        y = (jax.checkpoint(matmul) if w.coded else matmul)(x)
         if adapter is None:
             return y
         rest = adapter.batch[len(w.removed) :]

@@ -56,6 +56,3 @@ class LRUCache(Generic[K, V]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)

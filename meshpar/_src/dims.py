@@ -21,7 +21,8 @@ SPELLING_SIMILARITY = 0.8
 """Similarity above which two names are one name, misspelled: `heads` is no misspelled `head_dim`."""
 MAX_LISTED = 12
 """Names that an error lists if none is similar."""
-_NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")  # a prime marks the second of two dims of one value: seq'
+NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")
+"""Of a dim or an axis. A prime marks the second of two dims of one value: ``seq'``."""
 
 
 def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisType | None, ...]:
@@ -41,7 +42,7 @@ def parse_dims(text: DimsLike, *, what: str = "dims") -> tuple[str | EllipsisTyp
             out.append(None)
         elif word == "...":
             out.append(...)
-        elif isinstance(word, str) and _NAME.match(word):
+        elif isinstance(word, str) and NAME.match(word):
             if word in out:
                 raise LayoutSyntaxError(
                     f"{what} {text!r}: the dim `{word}` stands twice in one value",

@@ -17,6 +17,11 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     return groups
 
 
+def grouped_by(items: Iterable[V], key: Callable[[V], Hashable]) -> list[list[V]]:
+    """The items with equal keys, in the order of their first members."""
+    return list(grouped((key(item), item) for item in items).values())
+
+
 def operands_first(item: K, operands: Callable[[K], Iterable[K]], known: Container[K] = ()) -> Iterator[K]:
     """Yields an item after those that it is computed from, directly or through others, each of them once.
 

@@ -8,12 +8,12 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ..errors import AxisConflictError, DivisibilityError, LayoutSyntaxError, UnknownAxisError, UnknownDimError
-from .dims import DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
+from .dims import NAME, DimsLike, did_you_mean, fit_dims, format_dims, near, parse_dims, path_matches
 from .iterables import grouped
 from .units import mesh_text
 
@@ -27,7 +27,6 @@ _LEFT = re.compile(
         (?P<dim>[A-Za-z_][\w\-]*)(?P<optional>\?)?\Z""",
     re.VERBOSE,
 )
-_AXIS = re.compile(r"[A-Za-z_][\w\-]*\Z")
 _PAIRS = re.compile(r"""[^",:]+:[^",:]+(,[^",:]+:[^",:]+)+\Z""")
 """Rules of one dim each that commas separate, as in Mesh-TensorFlow: ``batch:rows,hidden:cols``."""
 UNSHARDED = "(nothing sharded)"
@@ -169,9 +168,8 @@ class Layout:
             pairs = rules.items() if isinstance(rules, Mapping) else rules
             self.rules, self.from_pairs, self.resolve = tuple(map(_rule_of_pair, pairs)), True, "cost"
         else:
-            raise LayoutSyntaxError(
-                f"Layout({rules!r}) is neither text nor a list of rules", fixes=['mp.Layout("batch: data; mlp: model")']
-            )
+            text = f"Layout({rules!r}) is neither text nor a list of rules"
+            raise LayoutSyntaxError(text, fixes=['mp.Layout("batch: data; mlp: model")'])
         self.scheme = self.scheme if scheme is None else scheme
         self.resolve = resolve or self.resolve
         if self.resolve not in ("order", "cost"):
@@ -242,9 +240,8 @@ class Layout:
             key = (rule.dim, rule.scope)
             rules += replacing.pop(key, []) if key in replaced else [rule]
         rules += [r for r in right.rules if (r.dim, r.scope) not in replaced]
-        return self._with(
-            rules, scheme="", from_pairs=self.from_pairs or right.from_pairs, optional=self.optional | right.optional
-        )
+        pairs, optional = self.from_pairs or right.from_pairs, self.optional | right.optional
+        return self._with(rules, scheme="", from_pairs=pairs, optional=optional)
 
     def __ror__(self, other: Layout | str | Mapping[str, object] | Sequence[object]) -> Layout:
         """The left operand (text, a mapping or a list) with rules replaced and added from this layout; see :meth:`__or__`."""
@@ -283,6 +280,11 @@ class Layout:
         return tuple(self._by_dim)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the rules name, in order."""
+        return tuple(dict.fromkeys(axis for rule in self.rules for axis in rule.axes))
+
+    @property
     def unscoped(self) -> dict[str, Rule]:
         """For each dim, its first rule without a scope."""
         return {rule.dim: rule for rule in reversed(self.rules) if rule.scope is None}
@@ -299,8 +301,7 @@ class Layout:
 
     def scopes_of(self, path: str, kind: str | None) -> tuple[str, ...]:
         """The scopes of this layout that hold for a value: its kind (``params``, ``opt``) and the path patterns."""
-        scopes = dict.fromkeys(r.scope for r in self.rules if r.scope is not None)
-        return tuple(s for s in scopes if s == kind or (s not in SCOPES and path_matches(s, path)))
+        return scopes_of(dict.fromkeys(r.scope for r in self.rules if r.scope is not None), path, kind)
 
     def check_axes(self, mesh: AnyMesh, dims: Collection[str] | None = None) -> None:
         """Raise UnknownAxisError where a rule names an axis that the mesh lacks; ``dims``: of the program, if it is known."""
@@ -308,15 +309,25 @@ class Layout:
             sizes = mesh_text(mesh.shape)
             swapped = rule.dim in mesh.shape and (dims is None or axis in dims)
             fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * swapped
-            same = [a for a in mesh.shape if OTHER_AXES.get(a, a) == OTHER_AXES.get(axis, axis)]
-            named = replace(rule, axes=tuple(same[0] if a == axis else a for a in rule.axes)) if same else rule
-            fixes += [f"write `{named}`"] if same else did_you_mean(axis, mesh.shape, "axes")
+            known = {OTHER_AXES.get(a, a): a for a in reversed(mesh.shape)}
+            renamed = {a: a if a in mesh.shape else known.get(OTHER_AXES.get(a, a)) for r in self.rules for a in r.axes}
+            same = renamed[axis]
+            named = [replace(r, axes=tuple(renamed[a] or a for a in r.axes)) for r in self.rules]
+            if self.scheme and None not in renamed.values():
+                own = {own: a for a, own in renamed.items()}
+                fixes.append(f'mesh="{mesh_text({own.get(a, a): n for a, n in mesh.shape.items()})}"')
+                fixes.append(f'or layout="{"; ".join(map(str, named))}"')
+            else:
+                fixes += (
+                    [f"write `{named[self.rules.index(rule)]}`"] if same else did_you_mean(axis, mesh.shape, "axes")
+                )
             if not same and not near(axis, mesh.shape):
                 meshes = (mesh_text(_with_axis(mesh.shape, axis, size)) for size in (1, 2))
                 first, *others = dict.fromkeys(f'mp.mesh("{text}")' for text in meshes)
                 fixes.append(f"or give the mesh that axis: {first}; rules for `{axis}` then have no effect")
                 fixes += [f"or, to split over it: {other}" for other in others]
-            headline = f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have"
+            of = f" of the scheme `{self.scheme}`" * bool(self.scheme)
+            headline = f"rule `{rule}`{of} names axis `{axis}`, which the mesh ({sizes}) does not have"
             raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
 
     def spec(
@@ -351,16 +362,14 @@ class Layout:
         claimed, refused = claim(self, list(zip(names, shape or [None] * len(names), strict=True)), sizes, scopes)
         if refused and shape is not None:
             i, rule = next(iter(refused.items()))
-            raise divisibility_error(
-                path=path,
-                shape=shape,
-                dims=format_dims(parsed),
-                dim=str(parsed[i]),
-                size=shape[i],
-                rule=self.rules[rule],
-                sizes=sizes,
-            )
+            value: dict[str, Any] = {"path": path, "shape": shape, "dims": format_dims(parsed)}
+            raise divisibility_error(**value, dim=str(parsed[i]), size=shape[i], rule=self.rules[rule], sizes=sizes)
         return to_partition_spec(tuple(claimed))
+
+
+def scopes_of(scopes: Iterable[str], path: str, kind: str | None) -> tuple[str, ...]:
+    """Those of some scopes that hold for a value: its kind and the path patterns that match it."""
+    return tuple(s for s in scopes if s == kind or (s not in SCOPES and path_matches(s, path)))
 
 
 def to_partition_spec(spec: Spec) -> PartitionSpec:
@@ -394,9 +403,8 @@ def claim(
     refused: dict[int, int] = {}
     closed: set[int] = set()
     used: set[str] = set()
-    wanted = sorted(
-        (r, i) for i, (names, size) in enumerate(items) if names and size != 1 for r in layout.rules_of(names, scopes)
-    )
+    named = ((i, names) for i, (names, size) in enumerate(items) if names and size != 1)
+    wanted = sorted((r, i) for i, names in named for r in layout.rules_of(names, scopes))
     for r, i in wanted:
         if i in closed:
             continue
@@ -456,6 +464,13 @@ def divisibility_error(
     nearest = [*[n for n in divisors if n < parts][-1:], *[n for n in divisors if n > parts][:1]]
     names = " × ".join(f"`{a}`" for a in rule.axes)
     other = [f"or use a mesh with {names} of {' or '.join(map(str, nearest))}"] if nearest else []
+    if nearest and len(rule.axes) == 1:
+        spare = next((a for a in sizes if a not in rule.axes), "data" if "model" in rule.axes else "model")
+        total = devices // math.prod(n for a, n in sizes.items() if a not in (spare, *rule.axes))
+        meshes = [{**sizes, rule.axes[0]: n, spare: total // n} for n in nearest if total % n == 0]
+        needs = "" if spare in sizes else f", with rules for `{spare}`: its devices else do the same work"
+        texts = " or ".join(f'mesh="{mesh_text(mesh)}"' for mesh in meshes)
+        other = [f"or use {texts}{needs}"] if meshes else []
     fixes = [f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}", *other]
     fix = f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}"
     divided = inside is not None and inside % parts == 0
@@ -500,12 +515,14 @@ def _parse(text: str) -> Iterable[Rule]:
         left, colon, right = statement.rpartition(":")
         if not colon:
             written = [f"write `:` in rules: `{': '.join(statement.split('=', 1))}`"]
-            other = [*_similar_schemes(statement), "write `dim: axis`, e.g. `batch: data`"]
+            pair = re.fullmatch(r"(\S.*?)\s+([\w+]+)", statement)
+            meant = [f"did you mean `{pair[1]}: {pair[2]}`?"] if pair else []
+            other = [*meant, *_similar_schemes(statement), "write `dim: axis`, e.g. `batch: data`"]
             raise _bad_rule(statement, " has no `:`", *(written if "=" in statement else other))
         right, rounds = _rounds(right, statement)
         axes = _axes(right)
         for axis in axes:
-            if not _AXIS.match(axis):
+            if not NAME.match(axis):
                 fix = "one axis, or several joined by `+`: `batch: slice+data`"
                 raise _bad_rule(statement, f": {axis!r} is not an axis", fix)
         for item in (d.strip() for d in left.split(",")):
@@ -655,7 +672,7 @@ def _rule_of_pair(pair: object) -> Rule:
         if isinstance(axes, str):
             axes, rounds = _rounds(axes, f"{dim}: {axes}")
         axes = () if axes is None else _axes(axes) if isinstance(axes, str) else tuple(axes)
-        if not all(isinstance(a, str) and _AXIS.match(a) for a in axes):
+        if not all(isinstance(a, str) and NAME.match(a) for a in axes):
             raise TypeError
     except (TypeError, ValueError):
         raise LayoutSyntaxError(

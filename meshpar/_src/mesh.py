@@ -17,11 +17,11 @@ from ..errors import IdleDevicesWarning, LayoutSyntaxError, MeshError
 from .compat.devices import device_mesh as ordered_devices
 from .compat.jax import mesh_in_context, user_stacklevel, with_auto_axes
 from .compat.processes import DEVICES, ELASTIC, process_count
+from .dims import NAME
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh
 from .units import mesh_text
 
-_NAME = re.compile(r"[A-Za-z_][\w\-]*\Z")
 _AXIS = re.compile(r"([^=:]*)[=:]\s*(-?\d{1,9})\s*\Z")
 
 
@@ -45,7 +45,7 @@ def parse_mesh(spec: MeshSizes | Sequence[int], names: Sequence[str] | None = No
     sizes: dict[str, int] = {}
     for axis, size in _axes_and_sizes(spec, names):
         valid = isinstance(size, int | np.integer) and not isinstance(size, bool) and (size > 0 or size == -1)
-        if axis in sizes or not valid or not isinstance(axis, str) or not _NAME.match(axis):
+        if axis in sizes or not valid or not isinstance(axis, str) or not NAME.match(axis):
             why = "is given twice" if axis in sizes else "is not `axis=size`"
             raise LayoutSyntaxError(
                 f"mesh {spec!r}: {f'{axis}={size}'.strip('=')!r} {why}",
@@ -103,9 +103,8 @@ def context_mesh(topology: str | None = None) -> AnyMesh:
         if topology is not None:
             known = f"; topology {topology!r} has {parse_topology(topology).devices} devices, but no axes"
             axes = 'mesh="data=-1", one axis over all of them'
-        raise MeshError(
-            f"no mesh is given, and none is set{known}", fixes=[axes, "or with jax.set_mesh(mesh): around the call"]
-        )
+        fixes = [axes, "or with jax.set_mesh(mesh): around the call"]
+        raise MeshError(f"no mesh is given, and none is set{known}", fixes=fixes)
     return mesh
 
 
@@ -123,9 +122,9 @@ def mesh(
         the sizes alone, ``(4, 2)``. One size may be -1: the rest of the devices. Under ``meshpar launch --elastic AXIS`` this axis
         has the number of slices that are left, unless ``topology`` or ``devices`` is given.
       names: the axes, if ``spec`` has the sizes alone: ``("data", "model")``.
-      topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN: the first
-        axes), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's
-        package (``libtpu``, or JAX's CUDA plugin), no hardware.
+      topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN, which the
+        first axes cross: ``"slice=2, data=256"``), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"``
+        (TensorCores). It needs the compiler's package (``libtpu``, or JAX's CUDA plugin), no hardware.
       devices: default: all devices, of every process, of which the first ``prod(sizes)`` are used. Live TPU slices are laid
         out as ``topology`` lays out the same slices.
 
@@ -150,9 +149,7 @@ def mesh(
         return _mesh_of(list(topology_devices(topology)), sizes, 0 if where.chip.switch else where.slices, text)
     every = devices is None
     axis, _, left = os.environ.get(ELASTIC, "").partition("=")
-    if (
-        every and axis in sizes and left.isdecimal()
-    ):  # `meshpar launch --elastic`: one index for each slice that is left
+    if every and axis in sizes and left.isdecimal():  # `meshpar launch --elastic`: an index for each slice that is left
         sizes[axis] = int(left)
     devices = list(jax.devices() if devices is None else devices)
     fill_mesh(sizes, len(devices))
@@ -196,10 +193,8 @@ def _mesh_of(devices: Sequence[Any], sizes: Mapping[str, int], slices: int, text
       slices: the devices are ordered to suit the links of so many TPU slices; 0: they stay in their order.
       text: the mesh as the user wrote it, for errors.
     """
-    shape = tuple(sizes.values())
-    array = (
-        ordered_devices(shape, devices, slices, text) if slices else np.asarray(devices, dtype=object).reshape(shape)
-    )
+    shape, given = tuple(sizes.values()), np.asarray(devices, dtype=object)
+    array = ordered_devices(shape, devices, slices, text) if slices else given.reshape(shape)
     return Mesh(array, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -222,9 +217,8 @@ def checked_mesh(mesh: AnyMesh) -> AnyMesh:
       MeshError: no mesh, or one with Manual axes.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise MeshError(
-            f"mesh={mesh!r} is no mesh", fixes=['mp.mesh("data=4, model=2"), or the text alone: "data=4, model=2"']
-        )
+        fix = 'mp.mesh("data=4, model=2"), or the text alone: "data=4, model=2"'
+        raise MeshError(f"mesh={mesh!r} is no mesh", fixes=[fix])
     if AxisType.Manual in getattr(mesh, "axis_types", ()):
         raise MeshError(
             "a mesh with Manual axes is one inside a shard_map, where everything is placed by hand",

@@ -9,8 +9,9 @@ import argparse
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, fields
-from typing import Any, TypeVar, cast
+from dataclasses import Field, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ..errors import UnsupportedError
 from .dims import near
@@ -19,15 +20,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
-def option(default: Any, flag: str | None = None, about: str = "", **more: Any) -> Any:
+def option(default: Any, about: str = "", flag: str = "", **more: Any) -> Any:
     """A field of a class of options.
 
     Args:
       default: as users give it; ``__post_init__`` of the class normalizes it.
-      flag, about: the option's flag on the command line, and its help; None: it has none.
+      about: the help of the option's flag on the command line; "": it has no flag.
+      flag: default: the name of the field. Its choices, or the type of its value, are those of the field's annotation.
       more: for ``argparse``'s ``add_argument``.
     """
-    return field(default=default, metadata={} if flag is None else {"flag": flag, "argparse": {"help": about, **more}})
+    return field(default=default, metadata={"flag": flag, "argparse": {"help": about, **more}} if about else {})
 
 
 def options_of(kind: type[T], keywords: Mapping[str, Any]) -> T:
@@ -42,9 +44,28 @@ def names(kind: type[Any]) -> list[str]:
 
 def add_flags(add: Callable[..., Any], kind: type[Any], without: Iterable[str] = ()) -> None:
     """Add the flags of a class of options to a command: ``add`` is its parser's ``add_argument``; ``without``: fields left out."""
+    hints = get_type_hints(kind)
     for f in fields(kind):
         if "flag" in f.metadata and f.name not in without:
-            add(f.metadata["flag"], dest=f.name, default=f.default, **f.metadata["argparse"])
+            how = {**_values_of(hints[f.name]), **f.metadata["argparse"]}
+            add(flag_of(f), dest=f.name, default=f.default, **how)
+
+
+def flag_of(option: Field[Any]) -> str:
+    """The flag of a field that has one: by default ``--`` and its name."""
+    return option.metadata["flag"] or f"--{option.name.replace('_', '-')}"
+
+
+def _values_of(hint: Any) -> dict[str, Any]:
+    """The arguments of ``add_argument`` for the values of an annotation, perhaps with None; of text, none."""
+    for kind in (hint, *get_args(hint)):
+        if get_origin(kind) is Literal:
+            return {"choices": get_args(kind)}
+        if kind in (int, float, Path):
+            return {"type": kind}
+        if kind is bool:
+            return {"action": "store_true"}
+    return {}
 
 
 def given_flags(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:

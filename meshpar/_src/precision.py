@@ -108,11 +108,10 @@ class Precision:
         reduce = jnp.dtype(compute if self.reduce is None else self.reduce)
         kept = () if self._format else self._kept(weights)
         leaves, structure = jax.tree.flatten(weights)
-        floating = [bool(jnp.ndim(x)) and jnp.issubdtype(jnp.result_type(x), jnp.floating) for x in leaves]
-        cast = [
-            _cast(compute, reduce, jnp.asarray(x)) if floating[k] and k not in kept else x for k, x in enumerate(leaves)
-        ]
-        return structure.unflatten(cast)
+        for k, x in enumerate(leaves):
+            if jnp.ndim(x) and jnp.issubdtype(jnp.result_type(x), jnp.floating) and k not in kept:
+                leaves[k] = _cast(compute, reduce, jnp.asarray(x))
+        return structure.unflatten(leaves)
 
     def _kept(self, weights: Any) -> set[int]:
         """The positions of the leaves that ``keep`` matches.
@@ -126,9 +125,8 @@ class Precision:
         names = [{*(dims_of(leaf, patterns) or ()), leaf.path.rpartition("/")[2]} for leaf in leaves]
         modules = [list(itertools.accumulate(leaf.path.split("/"), "{}/{}".format)) for leaf in leaves]
         for entry in filter(None, map(str.strip, entries)):
-            own = {
-                k for k in range(len(leaves)) if entry in names[k] or any(path_matches(entry, m) for m in modules[k])
-            }
+            pairs = enumerate(zip(names, modules, strict=True))
+            own = {k for k, (of, within) in pairs if entry in of or any(path_matches(entry, m) for m in within)}
             if not own:
                 known = [*(leaf.path for leaf in leaves), *(n for each in names for n in each if n)]
                 raise PatternError(

@@ -260,6 +260,8 @@ def dequantize(tree: Any) -> Any:
       >>> mp.layers.dequantize(params)["kernel"].dtype
       dtype('float32')
     """
-    return jax.tree.map(
-        lambda x: x.dequantize() if isinstance(x, Quantized) else x, tree, is_leaf=lambda x: isinstance(x, Quantized)
-    )
+
+    def is_quantized(x: Any) -> bool:
+        return isinstance(x, Quantized)
+
+    return jax.tree.map(lambda x: x.dequantize() if is_quantized(x) else x, tree, is_leaf=is_quantized)

@@ -227,9 +227,13 @@ def test_saved_residuals_use_memory_and_shorten_the_step():
     )  # inputs
     peaks = [plan.memory.peak for plan in plans.values()]
     assert peaks == sorted(peaks)
-    del plans["save_out_proj"]  # it spares a sum over a split `heads`: there is none
-    seconds = [plans[remat].seconds for remat in kept if remat in plans]
-    assert seconds == sorted(seconds, reverse=True)
+    seconds = {remat: plan.seconds for remat, plan in plans.items()}
+    # The output of out_proj spares a sum over a split `heads`: there is none. Computed again, it hides a gather at the start of the
+    # loop's body: saved, the compiled step takes 664 instead of 656 ms (libtpu 0.0.42, full effort).
+    for less, more in (("full", "save_out_proj"), ("save_qkv_context", "save_dot_with_context_except_mlp")):
+        assert 1 < seconds.pop(more) / seconds[less] < 1.02
+    shorter = [seconds[remat] for remat in kept if remat in seconds]
+    assert shorter == sorted(shorter, reverse=True)
     assert plans["none"].seconds > plans["minimal_with_context"].seconds  # more to write and read than to compute again
 
 

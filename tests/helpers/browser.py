@@ -28,6 +28,19 @@ def chromium():
             browser.close()
 
 
+@contextlib.contextmanager
+def opened_page(browser, address="about:blank", **options):
+    """A page in a context of its own with these options; its script must log no error and no warning."""
+    context, wrong = browser.new_context(**options), []
+    page = context.new_page()
+    page.on("pageerror", lambda e: wrong.append(str(e)))
+    page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+    page.goto(address)
+    yield page
+    context.close()
+    assert wrong == []
+
+
 CONTRASTS = """() => {
     const rgb = (text) => (text.match(/[\\d.]+/g) ?? []).map((n, k) => (text.startsWith("color(") && k < 3 ? 255 * n : +n));
     const light = ([r, g, b]) => {

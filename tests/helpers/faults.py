@@ -61,6 +61,7 @@ def _of(eqn: JaxprEqn, axes: tuple[str, ...]) -> Iterator[tuple[str, list[JaxprE
         yield "axes in another order", [eqn.replace(params={**p, "axis_name": p["axis_name"][::-1]})]
     if name == "ppermute":
         yield "direction", [eqn.replace(params={**p, "perm": tuple((t, s) for s, t in p["perm"])})]
+        yield "dropped pair", [eqn.replace(params={**p, "perm": p["perm"][1:]})]
     if name == "select_n" and eqn.outvars[0].aval.shape == eqn.invars[1].aval.shape:
         for k in (1, 2):
             if not isinstance(eqn.invars[k], Literal):
@@ -74,6 +75,7 @@ def _of(eqn: JaxprEqn, axes: tuple[str, ...]) -> Iterator[tuple[str, list[JaxprE
     if name in ("add", "sub", "mul", "lt", "ge", "eq", "clamp"):
         for k, var in enumerate(eqn.invars):
             if isinstance(var, Literal) and np.issubdtype(var.aval.dtype, np.integer):
-                invars = list(eqn.invars)
-                invars[k] = Literal(np.asarray(var.val + 1, var.aval.dtype), var.aval)
-                yield "off by one", [eqn.replace(invars=invars)]
+                for by in (1, -1):
+                    invars = list(eqn.invars)
+                    invars[k] = Literal((np.asarray(var.val, np.int64) + by).astype(var.aval.dtype), var.aval)
+                    yield f"off by {by}", [eqn.replace(invars=invars)]

@@ -1,23 +1,18 @@
 """The lab's page in a browser: edits by mouse, keyboard or as text show the numbers of ``mp.plan``."""
 
+import contextlib
 import json
 import re
 
 import lab_program
 import pytest
-from browser import CONTRASTS, chromium
+from browser import CONTRASTS
 
 from meshpar._src.lab.server import Server
 from meshpar._src.lab.session import Draft
 from meshpar._src.report.document import front_end
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 from meshpar.errors import MeshparError
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -28,24 +23,35 @@ def server():
     server.stop()
 
 
+CLIPBOARD = ["clipboard-read", "clipboard-write"]
+
+
 @pytest.fixture
-def page(browser, server):
-    """A page; what goes wrong in it fails the test."""
-    context = browser.new_context(viewport={"width": 1400, "height": 1000})
-    context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page = context.new_page()
-    wrong = []
-    page.on("pageerror", lambda e: wrong.append(str(e)))
-    page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
+def page(opened, server):
+    """A page, which requests nothing from other servers."""
+    page, others = opened(viewport={"width": 1400, "height": 1000}, permissions=CLIPBOARD), []
     own = (f"http://127.0.0.1:{server.server_port}/", "data:")
-    page.on("request", lambda r: None if r.url.startswith(own) else wrong.append(r.url))
+    page.on("request", lambda r: None if r.url.startswith(own) else others.append(r.url))
     page.lab = server.url
     page.goto(server.url)
     page.locator("main[data-metrics]").wait_for()
     page.locator(".start[aria-busy=false]").wait_for()
     yield page
-    assert wrong == []
-    context.close()
+    assert others == []
+
+
+@pytest.fixture
+def opened_lab(opened):
+    """A function that opens the page of a lab, and returns its session as well."""
+    with contextlib.ExitStack() as stack:
+
+        def open_lab(lab):
+            server = Server(lab.session)
+            server.start()
+            stack.callback(server.stop)
+            return opened(server.url, permissions=CLIPBOARD), lab.session
+
+        yield open_lab
 
 
 def wait_until_drawn(page):
@@ -478,11 +484,9 @@ def test_every_control_has_a_name_and_shows_the_focus(page):
         assert not inside or style == "solid2px"
 
 
-def test_the_page_in_a_notebook_asks_through_the_kernel(browser):
+def test_the_page_in_a_notebook_asks_through_the_kernel(opened):
     """The widget's half that a browser runs, with a model that is bound to a session."""
-    session = lab_program.lab().session
-    context = browser.new_context()
-    page = context.new_page()
+    session, page = lab_program.lab().session, opened()
     page.expose_function("answer", session.handle)
     page.set_content("<div id='cell'></div>")
     page.evaluate(
@@ -504,14 +508,10 @@ def test_the_page_in_a_notebook_asks_through_the_kernel(browser):
     shown = json.loads(page.locator("#cell").get_attribute("data-metrics"))
     plan = lab_program.planned(lab_program.MESH, "; ".join(lab_program.RULES))
     assert (shown["peak"], shown["seconds"]) == (plan.memory.peak, plan.seconds)
-    context.close()
 
 
-def test_an_inferred_name_is_changed(browser):
-    server = Server(lab_program.lab(dims="auto").session)
-    server.start()
-    page = browser.new_context(permissions=["clipboard-read", "clipboard-write"]).new_page()
-    page.goto(server.url)
+def test_an_inferred_name_is_changed(opened_lab):
+    page, _ = opened_lab(lab_program.lab(dims="auto"))
     page.locator("main[data-metrics]").wait_for()
     before = metrics(page)
     page.get_by_text("Names of dims, inferred").click()
@@ -527,23 +527,15 @@ def test_an_inferred_name_is_changed(browser):
     page.locator("main[data-metrics]").wait_for()  # the address has the names
     assert state(page)[1] == ["batch: data", "ffn: model", "embed: data"]
     assert metrics(page) == before
-    page.context.close()
-    server.stop()
 
 
-def test_without_a_layout_the_page_opens_with_the_best_known_one(browser):
-    server = Server(lab_program.lab(mesh=None, layout=None).session)
-    server.start()
-    page = browser.new_page()
-    page.goto(server.url)
+def test_without_a_layout_the_page_opens_with_the_best_known_one(opened_lab):
+    page, session = opened_lab(lab_program.lab(mesh=None, layout=None))
     page.locator(".start tr.now").first.wait_for()
     wait_until_drawn(page)
-    seconds = [
-        row["seconds"] for row in server.session._known(server.session._jobs[1], Draft("", lab_program.TOPOLOGY, ""))
-    ]
+    known = session._known(session._jobs[1], Draft("", lab_program.TOPOLOGY, ""))
+    seconds = [row["seconds"] for row in known]
     assert metrics(page)["seconds"] == min(seconds)
     page.get_by_role("button", name="Undo").click()
     page.wait_for_timeout(300)
     assert metrics(page)["seconds"] > min(seconds)
-    page.close()
-    server.stop()

@@ -3,14 +3,14 @@
 import lab_program
 import pytest
 
-from meshpar._src.lab import widget
+from meshpar._src.lab.lab import widget_of
 from meshpar.errors import UnsupportedError
 
 
 def test_it_answers_by_number():
     pytest.importorskip("anywidget", reason="anywidget is not installed: pip install 'meshpar[lab]'")
     lab = lab_program.lab()
-    page = widget.widget_of(lab.session)
+    page = widget_of(lab.session)
     sent = []
     page.send = sent.append
     page._handle_custom_msg({"number": 3, "request": {"ask": "open"}}, [])

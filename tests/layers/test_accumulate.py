@@ -161,9 +161,8 @@ def test_unsharded_gradients_that_do_not_fit_are_reduced_in_each_microbatch(laye
     weights = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in {"a": (4096, 16384), "b": (16384, 4096)}.items()}
     x = jax.ShapeDtypeStruct((256, 4096), jnp.float32)
     options = {"mesh": "data=16", "topology": "v5e:4x4", "donate_argnames": "p", **UNROLLED}
-    plan, once, each = (
-        mp.plan(unrolled_step, [weights] * layers, x, gather=g, **options) for g in (None, "step", "microbatch")
-    )
+    how = None, "step", "microbatch"
+    plan, once, each = (mp.plan(unrolled_step, [weights] * layers, x, gather=g, **options) for g in how)
     assert each.memory.peak < once.memory.peak
     assert each.bytes_sent > once.bytes_sent
     chosen = once if gather == "step" else each
@@ -183,10 +182,9 @@ def narrow_loss(p, x):
     return jnp.square((h @ p["head"].astype(h.dtype)).astype(jnp.float32)).mean()
 
 
+@mp.train.Precision(compute="bfloat16")
 def policy_loss(p, x):
-    return mp.train.Precision(compute="bfloat16")(lambda p, x: loss(p, x.astype(jnp.bfloat16)).astype(jnp.float32))(
-        p, x
-    )
+    return loss(p, x.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
 @pytest.mark.parametrize(("of", "lowering"), [(narrow_loss, "shard_map"), (policy_loss, "jit")])
@@ -208,18 +206,19 @@ def test_gradients_of_a_bfloat16_model_are_reduced_once(case, of, lowering):
     assert sorted(scattered) == [("bfloat16", LAYERS * MICRO)] * 2 + [("float32", 1)]
 
 
-@pytest.mark.parametrize(
-    ("text", "rows", "want"),
-    [
-        ("data=8", 8, 1),
-        ("data=4, model=2", 8, 2),
-        ("data=2, model=4", 8, 4),
-        ("data=2, model=4", 5, 8),
-        ("data=1", 8, 8),
-    ],
-)
-def test_microbatches_keep_the_batch_on_fewer_devices(text, rows, want):
-    assert mp.train.microbatches_for(64, rows=rows, mesh=mp.mesh(text), layout="batch: data") == want
+def microbatches_for(mesh, rows, batch=64):
+    return mp.train.microbatches_for(batch, rows=rows, mesh=mp.mesh(mesh), layout="batch: data")
+
+
+def test_microbatches_keep_the_batch_on_fewer_devices():
+    cases = {
+        ("data=8", 8): 1,
+        ("data=4, model=2", 8): 2,
+        ("data=2, model=4", 8): 4,
+        ("data=2, model=4", 5): 8,
+        ("data=1", 8): 8,
+    }
+    assert {case: microbatches_for(*case) for case in cases} == cases
 
 
 def regression(p, x, y):
@@ -274,50 +273,32 @@ def accumulated(fn, *args, microbatches=4, **options):
 KEY_LAST = 0.0, jnp.arange(8.0), jax.random.key(1)
 
 
-@pytest.mark.parametrize(
-    ("error", "says", "call"),
-    [
-        (LayoutSyntaxError, "microbatches=0", accumulated(loss, microbatches=0)),
-        (
-            LayoutSyntaxError,
-            "argument 2 is both a batch and a key",
-            accumulated(regression, argnums=(1, 2), key_argnums=2),
-        ),
-        (LayoutSyntaxError, "argument 1 is both", accumulated(draw, *KEY_LAST, argnums=1, key_argnums=-2)),
-        (UnsupportedError, "no argument -1", accumulated(draw, *KEY_LAST, argnums=-4)),
-        (
-            DivisibilityError,
-            r"\[6, 2\] does not divide into 4",
-            accumulated(lambda p, x: x.sum(), 1.0, jnp.ones((6, 2))),
-        ),
-        (
-            DivisibilityError,
-            r"argument 1: 16, argument 2: 4\)[^$]*argnums=1",
-            accumulated(regression, jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3))),
-        ),
-        (
-            UnsupportedError,
-            r"key_argnames is an array of float32\[16, 3\], and no PRNG key",
-            accumulated(regression, jnp.ones(3), jnp.ones(8), jnp.ones((16, 3)), key_argnums=2),
-        ),
-        (
-            UnsupportedError,
-            r"(?s)no argument of in_closure is a batch.*as an argument after the first",
-            accumulated(in_closure, jnp.ones(4)),
-        ),
-        (
-            DivisibilityError,
-            "60",
-            lambda: mp.train.microbatches_for(60, rows=4, mesh=mp.mesh("data=8"), layout="batch: data"),
-        ),
-        (
-            LayoutSyntaxError,
-            "rows=0",
-            lambda: mp.train.microbatches_for(64, rows=0, mesh=mp.mesh("data=8"), layout="batch: data"),
-        ),
-    ],
-)
-def test_bad_input(error, says, call):
+BAD = {
+    "microbatches=0": (LayoutSyntaxError, accumulated(loss, microbatches=0)),
+    "argument 2 is both a batch and a key": (LayoutSyntaxError, accumulated(regression, argnums=(1, 2), key_argnums=2)),
+    "argument 1 is both": (LayoutSyntaxError, accumulated(draw, *KEY_LAST, argnums=1, key_argnums=-2)),
+    "no argument -1": (UnsupportedError, accumulated(draw, *KEY_LAST, argnums=-4)),
+    r"\[6, 2\] does not divide into 4": (DivisibilityError, accumulated(draw, 1.0, jnp.ones((6, 2)))),
+    r"argument 1: 16, argument 2: 4\)[^$]*argnums=1": (
+        DivisibilityError,
+        accumulated(regression, jnp.ones((8, 3)), jnp.ones((16, 8)), jnp.ones((4, 3))),
+    ),
+    r"key_argnames is an array of float32\[16, 3\], and no PRNG key": (
+        UnsupportedError,
+        accumulated(regression, jnp.ones(3), jnp.ones(8), jnp.ones((16, 3)), key_argnums=2),
+    ),
+    r"(?s)no argument of in_closure is a batch.*as an argument after the first": (
+        UnsupportedError,
+        accumulated(in_closure, jnp.ones(4)),
+    ),
+    "60": (DivisibilityError, lambda: microbatches_for("data=8", 4, 60)),
+    "rows=0": (LayoutSyntaxError, lambda: microbatches_for("data=8", 0)),
+}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_bad_input(says):
+    error, call = BAD[says]
     with pytest.raises(error, match=says):
         call()
 
@@ -351,9 +332,8 @@ def test_modules_of_nnx(case):
     x, want_model, plain, sharded = case[1], *(Net(nnx.Rngs(0)) for _ in range(3))
     want = in_a_loop(want_model, x)
     gradient = nnx.value_and_grad(net_loss)
-    got = nnx.jit(mp.train.accumulate_gradients(lambda scale, x, *, model: gradient(model, x), MICRO))(
-        1.0, x, model=plain
-    )
+    by_name = mp.train.accumulate_gradients(lambda scale, x, *, model: gradient(model, x), MICRO)
+    got = nnx.jit(by_name)(1.0, x, model=plain)
     dims = {"model/up/kernel": "embed mlp", "model/down/kernel": "mlp vocab", "x": "batch embed"}
     layout = "batch: data; mlp: model"
     accumulated = mp.train.accumulate_gradients(gradient, MICRO)
@@ -382,10 +362,9 @@ def test_a_key_within_an_argument_is_named(case):
     state = {"params": p, "key": jax.random.key(0)}
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at \['key'\]; all microbatches share it"):
         mp.train.accumulate_gradients(lambda s, x: loss(s["params"], x), MICRO)(state, x)
+    pair = Net(nnx.Rngs(0)), jax.random.key(0)
     with pytest.warns(UserWarning, match=r"argument 0 has a PRNG key at \[1\]; all microbatches share it"):
-        mp.train.accumulate_gradients(lambda pair, x: net_loss(pair[0], x), MICRO)(
-            (Net(nnx.Rngs(0)), jax.random.key(0)), x
-        )
+        mp.train.accumulate_gradients(lambda pair, x: net_loss(pair[0], x), MICRO)(pair, x)
     with pytest.warns(UserWarning, match=r"argument key is a PRNG key; .* key_argnames=\"key\" gives"):
         mp.train.accumulate_gradients(lambda p, x, key: loss(p, x), MICRO)(p, x, key=jax.random.key(0))
     graph, state = nnx.split(Net(nnx.Rngs(0)))
@@ -405,9 +384,8 @@ def test_batches_and_keys_by_keyword():
         return regression(p, x, y) + 0 * jax.random.normal(key) + 0 * jnp.sum(scale)
 
     key = jax.random.key(0)
-    own = mp.train.accumulate_gradients(lambda p, x, *, key: jax.random.normal(key), 4, key_argnames="key")(
-        0.0, x, key=key
-    )
+    draws = mp.train.accumulate_gradients(lambda p, x, *, key: jax.random.normal(key), 4, key_argnames="key")
+    own = draws(0.0, x, key=key)
     want_own = np.mean([jax.random.normal(jax.random.fold_in(key, i)) for i in range(4)])
     np.testing.assert_allclose(own, want_own, rtol=1e-6)
     batch = {"x": x, "y": y, "scale": 2.0}
@@ -438,10 +416,7 @@ STACK_READS = {
 
 @pytest.mark.parametrize(
     ("read", "embed", "lowering"),
-    [
-        *((read, "", "shard_map") for read in STACK_READS),
-        ("dynamic", "embed: data", "jit"),
-    ],
+    [*((read, "", "shard_map") for read in STACK_READS), ("dynamic", "embed: data", "jit")],
 )
 def test_gradients_of_an_unrolled_stack_are_reduced_once(read, embed, lowering):
     """Each layer's gradient is padded to the stack, written into zeros, or concatenated with the others, and added to the sum over

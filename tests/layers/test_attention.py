@@ -138,24 +138,21 @@ def test_the_plan_lists_what_is_sent(grid, strategy, layout, op):
 
 def test_the_plan_says_why_and_counts_the_backward_pass(grid):
     args = arrays()
-    fn = functools.partial(step, strategy="ring", causal=True)
-    plan = mp.plan(fn, *args, mesh=grid, layout=CONTEXT, dims=DIMS)
-    mine = [c for c in plan.collectives if c.op == "collective-permute"]
+
+    def permutes(**options):
+        fn = functools.partial(step, strategy="ring", causal=True, **options)
+        plan = mp.plan(fn, *args, mesh=grid, layout=CONTEXT, dims=DIMS)
+        return [c for c in plan.collectives if c.op == "collective-permute"]
+
+    mine = permutes()
     # each device: 8 of 32 tokens of one of 2 rows; half goes up and half down, 3 hops each
     half = 1 * 4 * 4 * 4 * 4
     assert [(c.bytes, c.count) for c in mine[:4]] == [(half, 3)] * 4
     assert mine[0].cause == "`seq: context` splits `seq`, and attention works along it: keys go up the ring"
     # keys and values, up and down, there and back; float32 gradients two hops on and one home
     assert sum(c.total_bytes for c in mine) == 2 * (4 * 3 * half) + 4 * (2 + 1) * half
-
-
-def test_a_window_sends_to_neighbours_only(grid):
-    args = arrays()
-    fn = functools.partial(step, strategy="ring", causal=True, window=9)
-    plan = mp.plan(fn, *args, mesh=grid, layout=CONTEXT, dims=DIMS)
-    mine = [c for c in plan.collectives if c.op == "collective-permute"]
-    assert {c.count for c in mine} == {1}  # 8 tokens a device: nobody sees farther back than the one before
-    assert len(mine) == 2 + 2 + 2
+    # a window of 9, and 8 tokens on each device: a device needs the keys of the one before only
+    assert [c.count for c in permutes(window=9)] == [1] * 6
 
 
 def test_a_ring_of_a_long_sequence_balances_itself():
@@ -176,6 +173,20 @@ def test_a_ring_of_a_long_sequence_balances_itself():
     # 32 heads do not divide over 64 devices: the heads limit the inner axis only
     wide = planned("ring=4, uly=2", "seq: ring+uly", strategy="ring+ulysses")
     assert wide.seconds < uneven.seconds
+
+
+def test_the_program_runs_the_strategy_that_is_planned():
+    """Also over an axis that is three dimensions of a torus, over which a ring and Ulysses together would be possible."""
+
+    def gradients(q, k, v):
+        attend = lambda *xs: mp.layers.attention(*xs, causal=True, implementation="xla")  # noqa: E731
+        return jax.grad(lambda *xs: jnp.sum(attend(*xs).astype(jnp.float32)), (0, 1, 2))(q, k, v)
+
+    x = jax.ShapeDtypeStruct((1, 65536, 4, 128), jnp.bfloat16)
+    where = {"mesh": "context=8", "topology": "v5p:2x2x2", "layout": "seq: context", "lowering": "shard_map"}
+    plan = mp.plan(gradients, x, x, x, dims={"*": "batch seq heads head_dim"}, **where)
+    assert {c.op for c in plan.collectives} == {"collective-permute"}
+    assert not [cause for cause in plan.prove().failed if cause.op == "plan"]
 
 
 def test_tokens_of_packed_documents_in_a_balanced_order(grid):
@@ -205,9 +216,8 @@ def test_memory_and_flops_are_those_of_the_strategy():
         shapes = ((1, seq, 32, 128), (1, seq, 8, 128), (1, seq, 8, 128))
         args = [jax.ShapeDtypeStruct(s, half) for s in shapes]
         ids = jax.ShapeDtypeStruct((1, seq), jnp.int32)
-        return mp.plan(
-            functools.partial(step, causal=True, **options), *args, ids, mesh=mesh, layout="seq: context", dims=DIMS
-        )
+        fn = functools.partial(step, causal=True, **options)
+        return mp.plan(fn, *args, ids, mesh=mesh, layout="seq: context", dims=DIMS)
 
     seq = 256 * 1024
     peaks = {s: planned(seq, strategy=s).memory.peak for s in ("ring", "gathered")}

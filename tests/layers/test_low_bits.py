@@ -90,7 +90,6 @@ def test_bad_input(kw, words):
         mp.train.low_bits(optax.sgd(0.1), **kw)
 
 
-W_IN_TWO = {"params": {"v": (64, 64)}, "nu": (64, 128)}  # names of optax states
 CONTRIB = optax.contrib
 SENSITIVE = {"lion": 0.1, "signum": 0.2, "sophia": 0.2, "acprop": 0.1, "mechanize": 0.4}
 """Largest relative differences of optimizers that amplify rounding: by a sign, or by numbers that are nearly zero."""
@@ -129,9 +128,8 @@ def optimizer(name):
 def test_every_optimizer_against_its_float32_state(name):
     """Also under parameters with the names of moments, which decide nothing."""
     rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda s: jnp.asarray(rng.normal(size=s), jnp.float32), W_IN_TWO, is_leaf=lambda s: type(s) is tuple
-    )
+    nu, v = (jnp.asarray(rng.normal(size=(64, n)), jnp.float32) for n in (128, 64))
+    params = {"params": {"v": v}, "nu": nu}
     noise = [jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), params) for _ in range(6)]
 
     def loss(p, g):

@@ -12,14 +12,8 @@ from meshpar.errors import UnsupportedError
 
 LAYERS = 3
 RNG = np.random.default_rng(0)
-PARAMS = {
-    "layers": {
-        "up": 0.3 * RNG.standard_normal((LAYERS, 8, 16), np.float32),
-        "down": 0.3 * RNG.standard_normal((LAYERS, 16, 8), np.float32),
-    },
-    "embed": RNG.standard_normal((16, 8), np.float32),
-    "scale": np.float32(1),
-}
+STACKS = {k: 0.3 * RNG.standard_normal((LAYERS, *s), np.float32) for k, s in {"up": (8, 16), "down": (16, 8)}.items()}
+PARAMS = {"layers": STACKS, "embed": RNG.standard_normal((16, 8), np.float32), "scale": np.float32(1)}
 X = RNG.integers(0, 16, (8, 4))
 DIMS = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "*embed": "vocab embed", "x": "batch seq"}
 LAYOUT = "batch: data; embed: data; mlp: model"

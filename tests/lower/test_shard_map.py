@@ -259,16 +259,6 @@ def test_callbacks_are_given_full_arrays_and_effects_happen_once(lowering):
     assert any("pure_callback needs all of `batch`, which `batch: data` splits" in c for c in causes)
 
 
-def test_a_callback_with_an_effect_and_results_is_refused():
-    def step(x):
-        return io_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-    run = mp.jit(step, mesh=MESHES[0], layout=LAYOUTS[1], dims={"x": DIMS["x"]}, lowering="shard_map")
-    with pytest.raises(UnsupportedError, match="io_callback with results") as caught:
-        run(X)
-    assert 'lowering="jit"' in caught.value.fixes[0]
-
-
 @pytest.mark.parametrize(
     ("transform", "lowering"), [(jnp.fft.fft, "jit"), (lambda x: jnp.fft.rfft2(x, axes=(-2, -1)), "shard_map")]
 )

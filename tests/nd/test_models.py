@@ -65,18 +65,13 @@ def test_the_readme_s_model_under_its_layouts():
     }
     images = nd.normal(KEYS[2], batch=100, rows=28, cols=28)
     labels = nd.named(jax.random.randint(KEYS[3], (100,), 0, 10), "batch")
-    assert_same_under(
-        [
-            ("all_processors:4", [("hidden", "all_processors")]),
-            ("processor_rows:2;processor_cols:2", "batch:processor_rows;hidden:processor_cols"),
-            ("processor_rows:2;processor_cols:2", "rows:processor_rows,cols:processor_cols"),
-        ],
-        updated(mnist_loss, 0.001),
-        w,
-        images,
-        labels,
-        expected=mnist_step_in_float64(*plain((w["w1"], w["w2"], images)), np.asarray(labels.array)),
-    )
+    layouts = [
+        ("all_processors:4", [("hidden", "all_processors")]),
+        ("processor_rows:2;processor_cols:2", "batch:processor_rows;hidden:processor_cols"),
+        ("processor_rows:2;processor_cols:2", "rows:processor_rows,cols:processor_cols"),
+    ]
+    expected = mnist_step_in_float64(*plain((w["w1"], w["w2"], images)), np.asarray(labels.array))
+    assert_same_under(layouts, updated(mnist_loss, 0.001), w, images, labels, expected=expected)
 
 
 # -- the Transformer layer
@@ -231,16 +226,8 @@ def test_search_prefers_the_layout_of_auto_mtf_s_toy():
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2560, 1280), (1280, 5120))]
     x, y = nd.named(shapes[0], "a b"), nd.named(shapes[1], "b c")
     others = ["a:m1;c:m2", "a:m2;b:m1", "b:m1;c:m2", "b:m2;c:m1", "c:m1", "a:m1"]
-    found = mp.search(
-        product,
-        x,
-        y,
-        topology="v5e:2x4",
-        mesh="m1:4;m2:2",
-        objective="memory",
-        layouts=["a:m2;c:m1", *others],
-        progress=False,
-    )
+    options = {"topology": "v5e:2x4", "mesh": "m1:4;m2:2", "objective": "memory", "progress": False}
+    found = mp.search(product, x, y, layouts=["a:m2;c:m1", *others], **options)
     assert mp.Layout(found.best.layout).spec("a b c") == jax.P("m2", None, "m1")
     x, y = nd.normal(KEYS[0], a=16, b=8), nd.normal(KEYS[1], b=8, c=32)
     expected = np.float64(x.array) @ np.float64(y.array)

@@ -88,9 +88,8 @@ def test_dropout_scales_what_remains_and_broadcasts_its_mask():
     assert abs((y == 0).mean() - 0.25) < 0.03
     rows = np.asarray(nd.dropout(x, jax.random.key(1), 0.25, "batch").array)
     assert (rows == rows[:, :1]).all()
-    sharded = mp.jit(
-        lambda x: nd.dropout(x, jax.random.key(1), 0.25), mesh="data=4, model=2", layout="batch: data; seq: model"
-    )
+    options = {"mesh": "data=4, model=2", "layout": "batch: data; seq: model"}
+    sharded = mp.jit(lambda x: nd.dropout(x, jax.random.key(1), 0.25), **options)
     np.testing.assert_array_equal(sharded(x).array, y)
 
 
@@ -103,9 +102,8 @@ def test_a_convolution_with_several_batch_dims_and_sharded_rows(stride, padding)
         return nd.conv(x, w, stride=stride, padding=padding, rows="kr", cols="kc")
 
     flat, hwio = jnp.asarray(images.array).reshape(6, 16, 8, 4), jnp.transpose(kernel.array, (1, 2, 0, 3))
-    expected = jax.lax.conv_general_dilated(
-        flat, hwio, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
+    numbers = ("NHWC", "HWIO", "NHWC")
+    expected = jax.lax.conv_general_dilated(flat, hwio, (stride, stride), padding, dimension_numbers=numbers)
     for layout in ("rows?: data; features: model", "member: model; cols?: data"):
         got = mp.jit(conv, mesh="data=4, model=1", layout=layout)(images, kernel)
         assert got.dims == ("member", "batch", "rows", "cols", "features")
@@ -113,10 +111,8 @@ def test_a_convolution_with_several_batch_dims_and_sharded_rows(stride, padding)
 
 
 def test_an_upsampling_convolution_is_the_gradient_of_a_convolution():
-    x, w = (
-        nd.normal(jax.random.key(0), batch=2, rows=6, channels=3),
-        nd.normal(jax.random.key(1), k=3, channels=3, features=4),
-    )
+    x = nd.normal(jax.random.key(0), batch=2, rows=6, channels=3)
+    w = nd.normal(jax.random.key(1), k=3, channels=3, features=4)
     up = nd.conv(x, w, stride=2, upsample=True, rows="k")
     forward = lambda y: nd.conv(y, nd.rename(w, channels="c"), stride=2, rows="k")  # noqa: E731
     (expected,) = jax.linear_transpose(lambda y: nd.rename(forward(y), c="channels"), up)(x)
@@ -124,18 +120,17 @@ def test_an_upsampling_convolution_is_the_gradient_of_a_convolution():
 
 
 def test_attention_is_the_weighted_mean_of_the_values():
-    q, k, v = (
-        nd.named(RNG.normal(size=(2, 5, 3, 4)).astype("f"), f"batch {d} heads d")
-        for d in ("length", "memory", "memory")
-    )
+    dims = "length", "memory", "memory"
+    q, k, v = (nd.named(RNG.normal(size=(2, 5, 3, 4)).astype("f"), f"batch {d} heads d") for d in dims)
     mask = nd.arange(memory=5) <= nd.arange(length=5)
     got = nd.attention(q, k, v, key="d", memory="memory", mask=mask)
     scores = np.einsum("blhd,bmhd->bhlm", q.array, k.array) / 2
     weights = softmax(np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf), -1)
     assert got.dims == ("batch", "length", "heads", "d")
     np.testing.assert_allclose(got.array, np.einsum("bhlm,bmhd->blhd", weights, v.array), rtol=1e-5, atol=1e-6)
-    double = nd.attention(q, k, v, key="d", memory="memory", mask=mask, dropout=lambda weights: 2 * weights)
-    np.testing.assert_allclose(double.array, 2 * got.array, rtol=1e-6)
+    options = {"mask": mask, "scale": 1.0, "dropout": lambda weights: 2 * weights}
+    double = nd.attention(q * 0.5, k, v, key="d", memory="memory", **options)
+    np.testing.assert_allclose(double.array, 2 * got.array, rtol=1e-5)
 
 
 def test_positions_are_integers_and_slices():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import f32, weights
+from arrays import weights
 from dependencies import bodies, needs, waits
 from jax import lax
 from lowered import lowered, same
@@ -17,10 +17,7 @@ from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.hardware.compiler import compiler_model
 from meshpar._src.lower.shard_map import lower_to_shard_map
 from meshpar._src.passes.barriers import separate_matmuls
-from meshpar._src.passes.ranked import RANK
 from meshpar._src.plan.plan import Plan
-from meshpar._src.plan.planner import planned
-from meshpar._src.plan.request import PlanRequest
 from meshpar._src.plan.steps import Barrier
 
 RNG = np.random.default_rng(0)
@@ -162,13 +159,3 @@ def test_slices_that_a_loop_rounds_are_apart():
     assert rounded_from(made) == [{"bitcast_convert_type", "optimization_barrier"}]
     run = mp.jit(rounding, mesh=mp.mesh(DATA), layout="batch: data", dims={"x": "batch _"}, lowering="shard_map")
     np.testing.assert_allclose(run(*args), jax.jit(rounding)(*args), rtol=2e-2, atol=2e-3)  # sums in bfloat16
-
-
-def test_barriers_send_nothing():
-    """What is sent is what the plan had before any pass."""
-    mesh, layout = mp.mesh(DATA), mp.Layout(ZERO_1["layout"])
-    plan, _ = lowered(zero_1, *zero_1_args(2048, f32), **ZERO_1, donate_argnums=0)
-    before = planned(plan.program, PlanRequest(layout, mesh, donated=plan.donated), RANK)
-    assert steps_of(plan, Barrier)
-    assert not steps_of(before, Barrier)
-    assert [c.to_dict() for c in plan.collectives] == [c.to_dict() for c in before.collectives]

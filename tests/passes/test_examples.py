@@ -112,28 +112,26 @@ def test_a_smaller_reduction_is_sliced_at_once_and_no_loop_waits_for_it():
     changes(serialize_loops, example(serialize_loops).replace("4096", "2048").replace("after %2, %7", "after %2"))
 
 
-def test_a_matmul_waits_by_an_operand_that_is_in_memory():
-    """Behind a barrier, what a matmul would compute as it reads it is written to memory first."""
-    text = example(schedule).replace("- %1", "  %d = tanh y: float32[batch:data mlp]\n- %1", 1)
+@pytest.mark.parametrize(
+    ("cotangent", "inputs", "behind"),
+    [
+        # a matmul computes it as it reads it; a barrier would write it to memory, so that the other operand waits
+        ("tanh y", "y: float32[batch=4096:data mlp=4096]", ("%x = barrier x", "dot_general %d, %x")),
+        # an array of several others that two matmuls read is in memory in any case
+        (
+            "mul y, z",
+            "y: float32[batch=4096:data mlp=4096]\n  z: float32[batch:data mlp]",
+            ("%e = barrier %d", "dot_general %e, x"),
+        ),
+    ],
+)
+def test_a_matmul_waits_by_an_operand_that_is_in_memory(cotangent, inputs, behind):
+    text = example(schedule).replace("- %1", f"  %d = {cotangent}: float32[batch:data mlp]\n- %1", 1)
     for old, new in (
-        ("%dy = barrier dy", "%x = barrier x"),
-        ("dot_general %dy, x", "dot_general %d, %x"),
+        ("%dy = barrier dy", behind[0]),
+        ("dot_general %dy, x", behind[1]),
         ("dot_general dy", "dot_general %d"),
-        ("  w:", "  y: float32[batch=4096:data mlp=4096]\n  w:"),
-        ("  dy:", "  dz:"),
-    ):
-        text = text.replace(old, new)
-    changes(schedule, text)
-
-
-def test_what_several_matmuls_read_of_several_arrays_is_in_memory():
-    """Each matmul would otherwise compute it as it reads it; a barrier on it writes nothing more."""
-    text = example(schedule).replace("- %1", "  %d = mul y, z: float32[batch:data mlp]\n- %1", 1)
-    for old, new in (
-        ("%dy = barrier dy", "%e = barrier %d"),
-        ("dot_general %dy", "dot_general %e"),
-        ("dot_general dy", "dot_general %d"),
-        ("  w:", "  y: float32[batch=4096:data mlp=4096]\n  z: float32[batch:data mlp]\n  w:"),
+        ("  w:", f"  {inputs}\n  w:"),
         ("  dy:", "  dz:"),
     ):
         text = text.replace(old, new)

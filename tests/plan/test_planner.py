@@ -160,9 +160,6 @@ def test_any_other_carry_is_reduced_in_the_loop(fn):
     assert sent(plan) == [("all-reduce", ("data",), 4)]
 
 
-# -- rematerialised bodies
-
-
 # -- branches
 
 
@@ -186,49 +183,31 @@ def test_a_branch_reduces_what_it_leaves_and_both_agree():
 # -- pieces of one projection that are several dims
 
 
-INNER, STATE, HEADS = 32, 8, 4
+INNER, HEADS = 32, 4
+PIECES = {"p/in": "embed _", "p/scale": "heads", "p/out": "inner embed", "x": "batch seq embed"}
 
 
-def mamba(p, x):
-    """The state-space block of Mamba-2: gate, input, two states and steps of all heads from one projection."""
-    ends = [INNER, 2 * INNER, 2 * INNER + STATE, 2 * INNER + 2 * STATE]
-    gate, u, b, c, dt = jnp.split(x @ p["in"], ends, axis=-1)
-    dt = jax.nn.softplus(dt + p["dt_bias"])
-    u = u.reshape(*u.shape[:-1], HEADS, -1) * dt[..., None]
-    decay = jnp.cumsum(dt * -jnp.exp(p["a_log"]), 1)
-    decay = jnp.exp(jnp.minimum(decay[:, :, None] - decay[:, None], 0.0))
-    y = jnp.einsum("bst,bsth,bthp->bshp", jnp.einsum("bsn,btn->bst", c, b), decay, u)
-    return x + (y.reshape(gate.shape) * jax.nn.silu(gate)) @ p["out"]
-
-
-def mamba_step(p, x):
-    grads = jax.grad(lambda p: jnp.mean(mamba(p, x) ** 2))(p)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, p, grads)
-
-
-MAMBA = {"p/in": "embed _", "p/dt_bias": "heads", "p/a_log": "heads", "p/out": "inner embed", "x": "batch seq embed"}
-
-
-def mamba_arguments():
-    rng = np.random.default_rng(0)
-    shapes = {"in": (16, 2 * INNER + 2 * STATE + HEADS), "dt_bias": (HEADS,), "a_log": (HEADS,), "out": (INNER, 16)}
-    p = {k: rng.normal(size=s, scale=0.3).astype(np.float32) for k, s in shapes.items()}
-    return p, rng.normal(size=(8, 12, 16)).astype(np.float32)
+def projected(p, x):
+    """A gate, the input of all heads and a state from one projection, as in state-space models."""
+    gate, u, state = jnp.split(x @ p["in"], [INNER, 2 * INNER], axis=-1)
+    u = u.reshape(*u.shape[:-1], HEADS, -1) * p["scale"][:, None] * state.sum(-1)[..., None, None]
+    return jnp.mean(((u.reshape(gate.shape) * jax.nn.silu(gate)) @ p["out"]) ** 2)
 
 
 @pytest.mark.parametrize("layout", ["batch: data; heads: model", "batch: data; heads, inner: model"])
 def test_the_pieces_of_a_projection_are_split_each_by_its_own_name(layout):
-    """The projection, which has no name, lies whole, and so do the states; heads and gate are sliced, which sends nothing."""
-    args = mamba_arguments()
-    plan = plan_of(mamba_step, *args, layout=layout, dims=MAMBA)
+    """The projection, which has no name, and the state are replicated; heads and gate are sliced, which sends nothing."""
+    p = {"in": normal(16, 2 * INNER + 8), "scale": normal(HEADS), "out": normal(INNER, 16)}
+    args = p, normal(8, 12, 16)
+    plan = plan_of(jax.grad(projected), *args, layout=layout, dims=PIECES)
     (split,) = (o for o in plan.program.root.walk() if o.name == "split")
-    whole, gate, u, b, c, dt = (plan.placements[v].stored.spec[-1] for v in (*split.ins, *split.outs))
-    assert whole == b == c == ()
-    assert u == dt == ("model",)
+    whole, gate, u, state = (plan.placements[v].stored.spec[-1] for v in (*split.ins, *split.outs))
+    assert whole == state == ()
+    assert u == ("model",)
     assert bool(gate) is ("inner" in layout)
     (run,) = (s for s in steps_of(plan.body, Run) if s.op is split)
     assert not run.collectives
-    same(mamba_step, *args, layout=layout, dims=MAMBA, meshes=["data=2, model=4"])
+    same(jax.grad(projected), *args, layout=layout, dims=PIECES, meshes=["data=2, model=4"])
 
 
 # -- merged dims

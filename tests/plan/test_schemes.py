@@ -90,16 +90,6 @@ def test_without_rename_the_query_side_keeps_the_axis_and_the_key_side_is_gather
     assert found == {("all-gather", "data", dims): 4, ("reduce-scatter", "data", dims): 2}
 
 
-def test_causes_name_the_rules():
-    plan = plan_of("batch: data; embed: data")
-    gather = next(c for c in plan.collectives if c.op == "all-gather" and c.dims == "embed mlp")
-    splits = "each device first fetches all of `embed`, which `embed: data` splits"
-    assert gather.cause == f"`batch` already takes `data`, so {splits}"
-    scatter = next(c for c in plan.collectives if c.op == "reduce-scatter" and c.dims == "embed mlp")
-    assert "only a part of the sum (`batch: data` splits `batch`)" in scatter.cause
-    assert "planned_transformer.py" in gather.source
-
-
 @pytest.mark.parametrize("order", [("batch", "embed"), ("embed", "batch")])
 def test_a_flax_rule_list_is_a_layout_that_sends_at_most_as_much_as_its_text(order):
     rules = [*((dim, "data") for dim in order), ("mlp", "model"), ("vocab", ("model",)), ("kv", None)]

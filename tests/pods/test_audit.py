@@ -11,7 +11,7 @@ import llama
 import meshpar as mp
 from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.pods import audit as audits
-from meshpar._src.pods.audit import MAX_ARRAYS, Audit, _compiled, audit_function, replicated_axes
+from meshpar._src.pods.audit import MAX_ARRAYS, Audit, audit_function, replicated_axes
 from meshpar.errors import DigestError, UnsupportedError
 
 DIMS = {"state/w*": "embed mlp", "state/b": "mlp", "state/h": "embed mlp", "x": "batch embed"}
@@ -60,19 +60,9 @@ def test_a_thousand_flips_are_named(run):
         at = {path: (int(RANDOM.integers(8)), int(RANDOM.integers(1 << 20))) for path in paths}
         audit.start(n, {"state": {path: flipped(state[path], *at[path]) for path in paths}})
         faults = {fault.path.removeprefix("state/"): fault for fault in audit.finish()}
-        named += sum(p in faults and faults[p].certain and faults[p].devices == (devices[at[p][0]],) for p in paths)
+        assert set(faults) == set(paths)
+        named += sum(faults[p].certain and faults[p].devices == (devices[at[p][0]],) for p in paths)
     assert named == (n + 1) * len(paths) > 1000
-
-
-@pytest.mark.slow
-def test_ten_thousand_audits_of_clean_states_raise_no_alarm(run):
-    step, state, x = run
-    audit = Audit(step.plan(state, x))
-    for n in range(10_000):
-        if n % 10 == 0:
-            state, _ = step(state, x)
-        audit.start(n, {"state": state})
-        assert audit.finish() == []
 
 
 def test_a_run_names_device_tensor_and_steps(run):
@@ -89,8 +79,7 @@ def test_a_run_names_device_tensor_and_steps(run):
         meter.step(loss, state=state)
     text = str(caught.value)
     assert (
-        "state/w1 (embed mlp): device 5 of process 0 differs from the majority of 4 copies; after step 4, by step 8"
-        in text
+        "w1 (embed mlp): device 5 of process 0 differs from the majority of 4 copies; after step 4, by step 8" in text
     )
     assert "checkpoint of step 4 or before" in text
     assert caught.value.path == "state/w1"
@@ -143,16 +132,15 @@ def test_a_layer_is_repeated_where_weights_have_no_copies(monkeypatch):
             return before(w).at[0, 0].add(jnp.where(jax.lax.axis_index(("data", "model")) == k, 1e-3, 0))
 
         monkeypatch.setattr(audits, "layer", wrong)
-        audits._repeated.cache_clear()
+        audits.repeat_function.cache_clear()
         audit = Audit(plan)
         audit.start(2, {"s": state})
         (fault,) = audit.finish()
         assert (fault.path, fault.devices, fault.certain, fault.copies) == ("s/w", (devices[k],), True, 3)
-    with pytest.raises(
-        DigestError, match=r"results of a repeated matmul differ: s/w \(embed mlp\): device 7 .* of 3 results"
-    ):
+    says = r"results of a repeated matmul differ: s/w \(embed mlp\): device 7 .* of 3 results"
+    with pytest.raises(DigestError, match=says):
         audits.raise_faults([fault])
-    audits._repeated.cache_clear()
+    audits.repeat_function.cache_clear()
     with pytest.raises(UnsupportedError, match="no array of s is replicated, or a matrix of floats"):
         Audit(plan).start(0, {"s": {}})
 
@@ -192,10 +180,10 @@ def test_many_arrays_are_compared_by_several_functions():
     assert audit.share == 1
     for name in ("w0", "w77", names[-1]):
         state[name] = flipped(state[name], 6, 9)
-    before = _compiled.cache_info().misses
+    before = audit_function.cache_info().misses
     audit.start(1, {"s": state})
     assert {f.path for f in audit.finish()} == {"s/w0", "s/w77", f"s/{names[-1]}"}
-    assert _compiled.cache_info().misses == before
+    assert audit_function.cache_info().misses == before
 
 
 def test_bad_input(run):
@@ -217,7 +205,7 @@ def test_the_planned_time_of_an_audit():
     state = [x for x in plan.inputs if x.kind in ("params", "opt")]
     axes = [tuple(a for a in plan.sizes if a not in {b for _, over in x.split for b in over}) for x in state]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in state]
-    audit = audit_function(plan.mesh, [x.spec for x in state], axes)
+    audit = audit_function(plan.mesh, tuple(x.spec for x in state), tuple(axes))
     numbers = jax.ShapeDtypeStruct((plan.mesh.size, 2), "float32")
     planned = mp.plan(audit, numbers, *shapes, mesh=plan.mesh, topology=plan.topology, layout="", dims={})
     read = sum(x.bytes for x in state) / CHIPS["v5p"].hbm_bandwidth

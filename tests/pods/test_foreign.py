@@ -40,8 +40,6 @@ def test_damaged_bytes(tmp_path):
 def test_a_folder_that_does_not_exist(tmp_path):
     from safetensors.numpy import save_file
 
-    with (
-        pytest.raises(CheckpointError, match=r"none/w\.safetensors: "),
-        _errors_of(tmp_path / "none" / "w.safetensors"),
-    ):
-        save_file({"x": np.ones(3)}, tmp_path / "none" / "w.safetensors")
+    file = tmp_path / "none" / "w.safetensors"
+    with pytest.raises(CheckpointError, match=r"none/w\.safetensors: "), _errors_of(file):
+        save_file({"x": np.ones(3)}, file)

@@ -22,26 +22,13 @@ def port():
         return s.getsockname()[1]
 
 
-class Service:
-    """A server in place of JAX's service, which opens the port after the rendezvous."""
-
-    def __init__(self, port: int):
-        self.listener = socket.create_server(("127.0.0.1", port))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.listener.close()
-
-
 def run(port: int, numbers: list[tuple[int, int]], wait: float = 20.0):
     """The results of :func:`meet` of processes (number, number of processes), in threads."""
 
     def one(p: int, count: int):
         end = meet(f"127.0.0.1:{port}", count, p, wait)
         if p == 0 and end is None:
-            with Service(port):
+            with socket.create_server(("127.0.0.1", port)):  # in place of JAX's service
                 time.sleep(0.5)
         return end
 
@@ -78,7 +65,7 @@ def test_other_connections_do_not_count(port):
         time.sleep(0.3)
         others = [pool.submit(meet, f"127.0.0.1:{port}", 3, p, 20.0) for p in (1, 2)]
         assert first.result() is None
-        with Service(port):
+        with socket.create_server(("127.0.0.1", port)):
             assert [f.result() for f in others] == [None, None]
     for other in opened:
         other.close()

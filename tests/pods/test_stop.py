@@ -41,22 +41,17 @@ def test_all_objects_save_and_the_handler_of_the_script_runs(tmp_path, heard):
         assert end.value.code == 128 + signal.SIGTERM
 
 
-def test_the_launcher_sees_whether_a_process_listens(tmp_path, monkeypatch, heard):
+def test_objects_closed_in_the_order_of_creation(tmp_path, monkeypatch, heard):
+    """The launcher sees whether one listens."""
     monkeypatch.setenv(CAUSES, str(tmp_path))
-    first, second = StopRequest(), StopRequest()
-    first.close()
-    assert listening_file(tmp_path, 0).exists()
-    second.close()
-    assert not listening_file(tmp_path, 0).exists()
-
-
-def test_objects_closed_in_the_order_of_creation(heard):
     first, second = StopRequest(), StopRequest()
     first.close()
     signal.raise_signal(signal.SIGTERM)
     assert second.at(0)
     assert not first.asked
+    assert listening_file(tmp_path, 0).exists()
     second.close()
+    assert not listening_file(tmp_path, 0).exists()
     signal.raise_signal(signal.SIGTERM)
     assert len(heard) == 2
 

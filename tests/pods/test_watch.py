@@ -59,9 +59,8 @@ def cable():
         return subprocess.run(["ip", *words], capture_output=True).returncode
 
     try:
-        if any(ip("netns", "add", name) for name in names) or ip(
-            "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]
-        ):
+        link = "link", "add", ends[0], "type", "veth", "peer", "name", ends[1]
+        if any(ip("netns", "add", name) for name in names) or ip(*link):
             pytest.skip("`ip netns` does not work here")
         for k, (name, end) in enumerate(zip(names, ends, strict=True)):
             ip("link", "set", end, "netns", name)
@@ -77,9 +76,8 @@ def cable():
 @pytest.mark.slow
 def test_one_that_is_cut_off_the_network(pods, cable):
     networks, address, pull = cable
-    group = pods.start(
-        2, programs.wait_here, timeout=TIMEOUT, networks=networks, env={"MESHPAR_COORDINATOR": f"{address}:12321"}
-    )
+    env = {"MESHPAR_COORDINATOR": f"{address}:12321"}
+    group = pods.start(2, programs.wait_here, timeout=TIMEOUT, networks=networks, env=env)
     for p in range(2):
         group.wait_for("here", p)
     time.sleep(1.5)
@@ -149,9 +147,8 @@ def test_the_process_that_skips_a_call_is_blamed(odd, what):
     for p, calls in enumerate(each):
         for n in range(10):
             if p != odd or n != 4:
-                calls.note(
-                    "evaluate" if what == "order" and n % 5 == 4 else "step", {"n": n if what == "values" else 0}
-                )
+                function = "evaluate" if what == "order" and n % 5 == 4 else "step"
+                calls.note(function, {"n": n if what == "values" else 0})
     cause = Judge(4, 5, 5).order(beats(*each))
     assert cause is not None
     assert (cause.process, cause.kind) == (odd, what)

@@ -252,26 +252,6 @@ def test_a_program_without_split_slices_is_not_rewritten():
     assert replanned.original is None
 
 
-def test_l_bfgs_sends_scalars_and_gradients_only():
-    """optax's L-BFGS computes inner products of weights whose dims are all split."""
-    optax = pytest.importorskip("optax")
-    tx = optax.scale_by_lbfgs(memory_size=3)
-    weights = {"a": X, "b": X.T @ X}
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = tx.init(weights)
-    grads = jax.tree.map(jnp.cos, weights)
-    dims = {"*/a": "rows columns", "*/b": "columns others"}
-    dims = {"*memory/a": "_ rows columns", "*memory/b": "_ columns others"} | dims
-    how = {"layout": "rows: data; columns: model; others: data", "dims": dims}
-    assert_equals_the_unsharded_run(step, weights, state, grads, lowering="shard_map", **how)
-    plan = mp.plan(step, weights, state, grads, mesh="data=4, model=2", **how)
-    assert max((c.bytes for c in plan.collectives), default=0) <= 64
-
-
 COLUMN_OF_ROW = np.random.default_rng(1).integers(-8, 8, 16)
 OWN_ROWS = {
     "loss of labels": lambda x, i: -jax.nn.log_softmax(x)[jnp.arange(16), i].mean(),
@@ -398,12 +378,6 @@ def test_concatenated_slices_of_several_arrays_equal_the_unsharded_run(name, lay
         return fn(x), jax.grad(lambda x: jnp.sum(jnp.sin(fn(x))))(x)
 
     assert_equals_the_unsharded_run(step, X, rtol=2e-5, layout=layout, dims=DIMS)
-
-
-def test_an_associative_scan_sends_single_rows():
-    x = jax.ShapeDtypeStruct((256, 8), jnp.float32)
-    plan = mp.plan(CONCATENATED["running sums"], x, mesh="data=4, model=2", layout="rows: data", dims=DIMS)
-    assert sum(c.total_bytes for c in plan.collectives) < 32 * 8 * 4  # an all-gather sends 192 rows
 
 
 def test_padding_does_not_change_extrema_of_dtypes_without_infinity():

@@ -21,16 +21,6 @@ def plan():
     return mp.plan(lambda w, x: jnp.tanh(x @ w), weights, x, dims=dims, **where)
 
 
-@pytest.mark.parametrize("columns", [80, 100, 160])
-def test_a_plan_has_the_width_of_the_terminal(plan, columns, monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("NO_COLOR", "1")
-    lines = str(plan).splitlines()
-    assert max(map(len, lines)) <= columns
-    assert next(line.split()[0] for line in lines if line.startswith("  ")) == "fits"
-
-
 @pytest.mark.parametrize(
     ("terminal", "variables", "coloured"),
     [

@@ -9,8 +9,8 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.cost.kernels import computation_of
-from meshpar._src.report.hints import attention_hint, exchange_hints, memory_hints
-from meshpar._src.units import format_memory
+from meshpar._src.report.hints import attention_hint, exchange_hints, fused_hints, memory_hints
+from meshpar._src.units import format_bytes, format_memory
 
 GROUPS, TOKENS, EMBED, MLP, EXPERTS, CAPACITY = 8, 64, 32, 64, 4, 16
 LAYOUT = "expert: expert; batch: data+expert"
@@ -174,10 +174,8 @@ def test_state_that_is_not_donated_gets_a_hint_with_what_donation_saves():
     plan, donated = trained(width=2**12), trained(width=2**12, donate_argnames="state")
     (hint,) = memory_hints(plan)
     assert hint.startswith("`state` is returned updated but not donated")
-    assert (
-        f'donate_argnames="state" (--donate state) saves {format_memory(plan.memory.peak - donated.memory.peak)} of the peak'
-        in hint
-    )
+    saved = format_memory(plan.memory.peak - donated.memory.peak)
+    assert f'donate_argnames="state" (--donate state) saves {saved} of the peak' in hint
     assert f"hint {hint}" in " ".join(str(plan).split())
     assert donated.memory.peak < 0.75 * plan.memory.peak
     assert memory_hints(donated) == []
@@ -189,10 +187,8 @@ def test_state_that_is_not_donated_gets_a_hint_with_what_donation_saves():
     assert hint.endswith(
         f" frees {format_memory(state)} at the end of the step; the peak, which is elsewhere, falls by less than 1 %"
     )
-    read = mp.plan(
-        lambda w, x: (w, x @ w), f32(64, 64), f32(8, 64), mesh="data=4", layout="batch: data", dims={"x": "batch _"}
-    )
-    assert memory_hints(read) == []
+    where = {"mesh": "data=4", "layout": "batch: data", "dims": {"x": "batch _"}}
+    assert memory_hints(mp.plan(lambda w, x: (w, x @ w), f32(64, 64), f32(8, 64), **where)) == []
 
 
 def test_a_plan_that_does_not_fit_has_its_remedies():
@@ -231,16 +227,38 @@ def head(q, k, v):
 def test_stored_attention_scores_have_a_hint(fn, stored):
     q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
     where = {"mesh": "data=4", "topology": "v5e:2x2", "dims": {"*": "batch seq heads head_dim"}}
-    plan = mp.plan(
-        jax.grad(lambda *x: fn(*x).astype(jnp.float32).sum(), (0, 1, 2)), q, q, q, layout="batch: data", **where
-    )
+    gradient = jax.grad(lambda *x: fn(*x).astype(jnp.float32).sum(), (0, 1, 2))
+    plan = mp.plan(gradient, q, q, q, layout="batch: data", **where)
     hint = attention_hint(plan)
     assert (hint is not None) == stored
     if stored:
-        shard = max(
-            b.bytes for k in computation_of(plan).kernels for b in k.writes if b.value.elements == 8 * 4 * 512**2
-        )
+        writes = [b for k in computation_of(plan).kernels for b in k.writes]
+        shard = max(b.bytes for b in writes if b.value.elements == 8 * 4 * 512**2)
         assert hint.startswith(f"attention scores of {format_memory(shard)} are stored at tests/report/test_hints.py:")
         assert "mp.layers.attention computes them in chunks" in hint
         assert "of the step" in hint
         assert "hint attention scores" in " ".join(str(plan).split())
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_fused_weight_that_is_cut_has_a_hint_whose_edit_sends_less(by_head):
+    def attend(params, x):
+        heads = (8, 3, 16) if by_head else (3, 8, 16)
+        y = x @ params["layer_0"]["qkv"]
+        parts = jnp.split(y, 3, -1)
+        if by_head:
+            y = mp.named(y.reshape(*y.shape[:-1], *heads), "batch seq heads _ head_dim")
+            parts = [y[..., i, :] for i in range(3)]
+        q, k, v = (z.reshape(8, 32, 8, 16) for z in parts)
+        out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+        return out.reshape(8, 32, 128) @ params["layer_0"]["out"]
+
+    params = {"layer_0": {"qkv": f32(64, 384), "out": f32(128, 64)}}
+    dims = {"*/qkv": "embed _" if by_head else "embed heads", "*/out": "heads embed", "x": "batch seq embed"}
+    plan = mp.plan(
+        attend, params, f32(8, 32, 64), mesh="data=2, model=4", layout="batch: data; heads: model", dims=dims
+    )
+    exchanged = sum(c.total_bytes for c in plan.collectives if c.op == "all-to-all")
+    assert (exchanged > 0) is not by_head
+    assert [hint.split(" has ")[0] for hint in fused_hints(plan)] == ["`params/layer_*/qkv`"] * (not by_head)
+    assert all(f"sends {format_bytes(exchanged)} of all-to-alls" in hint for hint in fused_hints(plan))

@@ -1,14 +1,12 @@
 """The drawing of a layer: its parts, the dims of the arrays between them, and the collectives of the loop's body."""
 
 import functools
-import re
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import lab_program
 import pytest
-from browser import chromium
 from flax import linen as nn
 from flax import nnx
 
@@ -17,8 +15,11 @@ import meshpar as mp
 from meshpar._src.report.timeline import timeline
 
 LAYOUT = "; ".join(lab_program.RULES)
-LINE = re.compile(r"^test_layer.py:\d+$")
-"""The name of a part that is in no module."""
+
+
+@pytest.fixture
+def page(opened):
+    return opened()
 
 
 @pytest.fixture
@@ -29,8 +30,7 @@ def nodes_of(page, tmp_path):
         plan.save(tmp_path / "plan.html")
         page.goto((tmp_path / "plan.html").as_uri())
         data = page.locator("[data-draw=drawLayer] script")
-        found = data.evaluate("(data) => layerNodes(JSON.parse(data.textContent))") if data.count() else []
-        return [node | {"name": LINE.sub("a line", node["name"])} for node in found]
+        return data.evaluate("(data) => layerNodes(JSON.parse(data.textContent))") if data.count() else []
 
     return nodes
 
@@ -74,7 +74,7 @@ def unrolled(layout):
 def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_connection(nodes_of):
     nodes = nodes_of(unrolled("batch: data; mlp, seq: model; embed: data"))
     names = [n["name"] for n in nodes if not (n["gates"] and not n["weights"])]
-    assert names[1:] == ["norm", "up", "a line", "down", "add"]
+    assert names[1:] == ["norm", "up", "tanh", "down", "add"]
     assert "layer_0/up" in next(n["about"] for n in nodes if n["name"] == "up")
     (total,) = (n for n in nodes if n["name"] == "add")
     read = [words(dims) for _, dims in total["sources"]]
@@ -84,13 +84,29 @@ def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_c
     assert weights["up"] == [("embed:data mlp:model", ["all-gather"])]
     assert weights["down"] == [("mlp:model embed:data", ["all-gather"])]
     assert all(n["time"].endswith("s") for n in nodes if n["name"] in ("up", "down"))
-    assert next(n["time"] for n in nodes if n["name"] == "a line") == "fused"
+    assert next(n["time"] for n in nodes if n["name"] == "tanh") == "fused"
     between = [(n["gates"][0]["text"], n["gates"][0]["axes"], words(n["sources"][0][1])) for n in nodes if n["gates"]]
     assert between == [
         ("all-gather", "model", "batch:data seq:model embed"),
         ("reduce-scatter", "model", "batch:data seq embed"),
     ]
-    assert all(k < at for at, n in enumerate(nodes) for k, _ in n["sources"] if n["name"] != "a line")
+    assert all(k < at for at, n in enumerate(nodes) for k, _ in n["sources"] if n["name"] != "tanh")
+
+
+def test_attention_in_several_parts_has_the_names_of_its_matmuls(nodes_of):
+    def layer(x, w):
+        q, k, v = (z.reshape(8, 32, 8, 8) for z in jnp.split(x @ w["qkv"], 3, -1))
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(8, 32, 64) @ w["out"], None
+
+    x, qkv, out = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((8, 32, 64), (3, 64, 192), (3, 64, 64)))
+    dims = {"x": "batch seq embed", "*/qkv": "layers embed heads", "*/out": "layers heads embed"}
+    plan = mp.plan(
+        lambda x, weights: jax.lax.scan(layer, x, weights)[0], x, {"qkv": qkv, "out": out}, dims=dims, mesh="data=2, model=4",
+        topology="v5e:2x4", layout="batch: data; heads: model",
+    )  # fmt: skip
+    names = [n["name"] for n in nodes_of(plan) if not n["gates"] or n["weights"]]
+    assert names[1:] == ["embed → heads", "split", "queries × keys", "scores × values", "heads → embed", "add"]
 
 
 def test_a_name_of_a_residual_is_no_part(nodes_of):
@@ -169,8 +185,8 @@ def test_a_layer_of_nnx_modules_begins_and_ends_at_the_residual_stream(nodes_of,
         ("norm2", ["add"]),
         ("w1", ["norm2"]),
         ("w3", ["norm2"]),
-        ("a line", ["w1", "w3"]),
-        ("w2", ["a line"]),
+        ("mul", ["w1", "w3"]),
+        ("w2", ["mul"]),
         ("add", ["add", "w2"]),
     ]
     assert nodes[-1]["sources"][0][0] == names.index("add")
@@ -238,13 +254,3 @@ def test_a_collective_is_pale_where_kernels_wait_for_less_than_half_of_it(nodes_
     drawn = Counter(((g["text"], g["axes"], g["bytes"]), g["hidden"], "of it exposed" in g["waits"]) for g in gates)
     assert drawn == Counter((collective, share < 0.5, share >= 0.01) for collective, share in shares)
     assert gates
-
-
-@pytest.fixture(scope="module")
-def page():
-    with chromium() as browser:
-        page = browser.new_page()
-        wrong = []
-        page.on("pageerror", lambda e: wrong.append(str(e)))
-        yield page
-        assert wrong == []

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import lab_program
 import pytest
-from browser import CONTRASTS, chromium
+from browser import CONTRASTS
 
 import meshpar as mp
 from meshpar._src.entry.cli import main
@@ -18,12 +18,6 @@ from meshpar._src.report.timeline import COMPUTE, LOOP, timeline
 from meshpar._src.units import format_memory, format_seconds
 
 LAYOUT = "; ".join(lab_program.RULES)
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +33,8 @@ def address(plan, tmp_path_factory):
 
 
 @pytest.fixture
-def page(browser, address):
-    """The page of the plan; an error of its script fails the test."""
-    context = browser.new_context(viewport={"width": 1300, "height": 900})
-    page = context.new_page()
-    wrong = []
-    page.on("pageerror", lambda e: wrong.append(str(e)))
-    page.on("console", lambda m: wrong.append(m.text) if m.type in ("error", "warning") else None)
-    page.goto(address)
-    yield page
-    assert wrong == []
-    context.close()
+def page(opened, address):
+    return opened(address, viewport={"width": 1300, "height": 900})
 
 
 def visible_rows(page):
@@ -127,18 +112,15 @@ def test_the_drawing_has_the_slice_of_every_device(page, plan):
     assert drawing.get_by_label("index along model").input_value() == "1"
 
 
-def test_an_array_without_dims_and_a_mesh_of_one_device(browser, tmp_path):
+def test_an_array_without_dims_and_a_mesh_of_one_device(opened, tmp_path):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((), (8,))]
     plan = mp.plan(lambda s, x: (s + 1, x * s), *args, mesh="data=1", layout="", dims={"x": "batch"})
     path = tmp_path / "plan.html"
     plan.save(path)
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(path.as_uri())
+    page = opened(path.as_uri())
     page.get_by_role("button", name="s", exact=True).click()
     assert "Replicated" in page.locator(".drawing").inner_text()
     assert page.locator(".drawing input").count() == 0
-    context.close()
 
 
 def drawn(page, lane):
@@ -165,19 +147,17 @@ def test_the_timeline_ends_with_the_step(page, plan):
     assert max(start + seconds for start, seconds in drawn(page, COMPUTE)) <= plan.seconds * (1 + 1e-9)
 
 
-def test_a_pipeline_is_drawn(browser, tmp_path):
+def test_a_pipeline_is_drawn(opened, tmp_path):
     """Its loops over ticks have boxes up to their ends."""
     plan = lab_program.pipelined(stages=4, microbatches=8)
     plan.save(tmp_path / "plan.html")
-    page = browser.new_page(viewport={"width": 1300, "height": 900})
-    page.goto((tmp_path / "plan.html").as_uri())
+    page = opened((tmp_path / "plan.html").as_uri(), viewport={"width": 1300, "height": 900})
     kernels = drawn(page, COMPUTE)
     loops = [s for s in timeline(plan).spans if s.body is not None]
     assert sum(s.seconds for s in loops) > 0.5 * plan.seconds
     for loop in loops:
         assert any(loop.start <= at < loop.end and seconds > 0 for at, seconds in kernels)
     assert sum(seconds for _, seconds in kernels) >= kernel_seconds(plan.time) * (1 - 1e-6)
-    page.close()
 
 
 def test_dragging_and_keys_zoom(page, plan):
@@ -283,12 +263,11 @@ def test_it_fits_and_no_card_is_alone_in_its_row(page):
 
 
 @pytest.mark.parametrize("microbatches", [8, 80])
-def test_the_picture_of_a_pipeline(browser, tmp_path, microbatches):
+def test_the_picture_of_a_pipeline(opened, tmp_path, microbatches):
     """The area of each color is the number of its slots, and the picture scrolls by itself where the page is narrow."""
     plan = lab_program.pipelined(stages=4, microbatches=microbatches)
     plan.save(tmp_path / "plan.html")
-    page = browser.new_page(viewport={"width": 360, "height": 900})
-    page.goto((tmp_path / "plan.html").as_uri())
+    page = opened((tmp_path / "plan.html").as_uri(), viewport={"width": 360, "height": 900})
     width = page.locator("#pipeline svg").evaluate("svg => svg.viewBox.baseVal.width")
     for kind in ("p0", "p1"):
         widths = page.locator(f"#pipeline svg .{kind} rect").evaluate_all(
@@ -306,7 +285,6 @@ def test_the_picture_of_a_pipeline(browser, tmp_path, microbatches):
     label = page.locator("#pipeline svg").get_attribute("aria-label")
     assert "4 stages" in label
     assert f"{plan.pipeline.ticks} ticks" in label
-    page.close()
 
 
 def test_every_control_has_a_name_and_every_text_can_be_read(page):

@@ -24,7 +24,8 @@ def test_a_screen_is_as_stored(name):
 @pytest.mark.parametrize("path", sorted(screens.FOLDER.glob("*.txt")), ids=lambda path: path.stem)
 def test_no_line_is_wider_than_the_screen_and_no_word_is_cut(path):
     text, width = path.read_text(encoding="utf8"), int(path.stem.rpartition("-")[2])
-    assert [
-        line for line in text.splitlines() if len(line) > width or line != line.rstrip() or line.strip() == "·"
-    ] == []
+    for line in text.splitlines():
+        assert len(line) <= width
+        assert line == line.rstrip()
+        assert line.strip() != "·"
     assert not re.search(r"^(?:er|ce|catter)$", text, re.MULTILINE)

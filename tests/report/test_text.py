@@ -119,17 +119,10 @@ def test_the_stored_kinds_say_what_is_donated():
 
     assert labels() == ["parameters", "other inputs"]
     assert labels("params/a", "params/b", donate_argnames="params") == ["parameters (donated)", "other inputs"]
-    assert labels("params/a", "params/b", "x", donate_argnums=(0, 1)) == [
-        "parameters (donated)",
-        "other inputs (donated)",
-    ]
-
-
-def test_some_arrays_of_a_kind_may_be_donated():
-    def step(x, y):
-        return x + 1, y
-
-    plan = mp.plan(step, *ARGS, mesh="data=4", layout="batch: data", dims={"x": "batch _"}, donate_argnames="x")
+    both = labels("params/a", "params/b", "x", donate_argnums=(0, 1))
+    assert both == ["parameters (donated)", "other inputs (donated)"]
+    where = {"mesh": "data=4", "layout": "batch: data", "dims": {"x": "batch _"}}
+    plan = mp.plan(lambda x, y: (x + 1, y), *ARGS, donate_argnames="x", **where)
     assert [label for label, _, _ in argument_groups(plan, str)] == ["other inputs (some donated)"]
 
 

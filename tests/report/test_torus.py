@@ -5,7 +5,6 @@ import json
 import lab_program
 import numpy as np
 import pytest
-from browser import chromium
 
 from meshpar._src.compat.devices import device_mesh
 from meshpar._src.hardware.topology import _places, parse_topology
@@ -13,13 +12,12 @@ from meshpar._src.hardware.topology import _places, parse_topology
 LAYOUT = "; ".join(lab_program.RULES)
 
 
-@pytest.fixture(scope="module")
-def page():
-    with chromium() as browser:
-        yield browser.new_page()
+@pytest.fixture
+def page(opened):
+    return opened()
 
 
-def opened(page, plan, path):
+def shown(page, plan, path):
     plan.save(path)
     page.goto(path.as_uri())
     return json.loads(path.read_text().split('data-draw="drawTorus"')[1].split('json">')[1].split("</script>")[0])
@@ -43,7 +41,7 @@ def coordinates(sizes, topology):
 )
 def test_links_and_devices_are_those_of_the_plan(page, mesh, topology, tmp_path):
     plan = lab_program.planned(mesh, LAYOUT, topology)
-    data = opened(page, plan, tmp_path / "plan.html")
+    data = shown(page, plan, tmp_path / "plan.html")
     sizes, at = plan.sizes, coordinates(plan.sizes, topology)
     for k, row in enumerate(data["rows"]):
         (axis,) = row["axes"]
@@ -73,7 +71,7 @@ def test_links_and_devices_are_those_of_the_plan(page, mesh, topology, tmp_path)
 
 
 def test_rows_and_chips_choose_the_group(page, tmp_path):
-    opened(page, lab_program.planned("data=4, model=4", LAYOUT, "v5e:4x4"), tmp_path / "plan.html")
+    shown(page, lab_program.planned("data=4, model=4", LAYOUT, "v5e:4x4"), tmp_path / "plan.html")
     page.mouse.move(0, 0)
     assert page.locator(".torus .hop").count() == 6  # a line of four chips for each axis
     page.locator(".torus .device").nth(9).click()
@@ -85,20 +83,18 @@ def test_rows_and_chips_choose_the_group(page, tmp_path):
 
 def test_gpus_are_drawn_in_nodes_with_switches(page, tmp_path):
     plan = lab_program.planned("data=8, model=2", LAYOUT, "2x h100:8")
-    data = opened(page, plan, tmp_path / "plan.html")
+    data = shown(page, plan, tmp_path / "plan.html")
     text = page.locator(".torus svg").inner_html()
     assert text.count("NVSwitch") == 2
     assert "node 1" in text
     rows = {row["axes"][0]: row["stages"] for row in data["rows"]}
     assert [(s["dim"], s["size"]) for s in rows["model"]] == [("switch", 2)]
     assert sorted((s["dim"], s["size"]) for s in rows["data"]) == [("slice", 2), ("switch", 4)]
-    assert (
-        page.locator(".torus .hop[data-axes='data']").count() == 8 + 8
-    )  # one link of each device to the network, one to its switch
+    # one link of each device to the network, one to its switch
+    assert page.locator(".torus .hop[data-axes='data']").count() == 8 + 8
 
 
 def test_devices_without_positions_are_not_drawn(page, tmp_path):
-    path = tmp_path / "plan.html"
-    lab_program.planned("data=4, model=4", LAYOUT, None).save(path)
-    page.goto(path.as_uri())
+    lab_program.planned("data=4, model=4", LAYOUT, None).save(tmp_path / "plan.html")
+    page.goto((tmp_path / "plan.html").as_uri())
     assert page.locator(".torus").count() == 0

@@ -150,19 +150,3 @@ def test_triangular_solve_gathers_matrices_that_are_split(lowering):
     half = [2 * 6 * n * 4 / 2 for n in (4, 6)]  # what a device lacks of the two operands
     moved = [("all-gather", half[0]), ("all-to-all", half[0] / 2), ("all-to-all", half[1] / 2)]
     assert sorted((c.op, c.bytes) for c in sent) == moved
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_batches_of_factorizations(lowering):
-    x = normal(8, 6, 4)
-    spd = x @ np.swapaxes(x, 1, 2) + 4 * np.eye(6, dtype=np.float32)
-
-    def step(x, spd):
-        q, r, p = lax.linalg.qr(x, pivoting=True, full_matrices=False)
-        return q @ r, p, jnp.linalg.cholesky(spd), jnp.fft.fft(x, axis=1)
-
-    dims = {"x": "batch rows columns", "spd": "batch rows _"}
-    got = run(step, x, spd, mesh="data=4, model=2", layout="batch: data; rows: model", dims=dims, lowering=lowering)
-    np.testing.assert_allclose(got[0], np.take_along_axis(x, np.asarray(got[1])[:, None], 2), rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(got[2], np.linalg.cholesky(spd), rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(got[3], np.fft.fft(x, axis=1), rtol=2e-5, atol=2e-5)

@@ -30,19 +30,15 @@ def extrema(x):
     return (x - lax.pmax(x, "i")) / (1 + lax.pmax(x, "i") - lax.pmin(x, "i"))
 
 
-def test_a_reduction_over_a_vmapped_axis_is_the_unsharded_one():
-    def step(x):
-        return [jax.vmap(fn, axis_name="i")(x) for fn in (centred, several, extrema)]
-
-    same(step, X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=MESHES)
-
-
-def test_its_gradient_is_the_unsharded_one():
+def test_a_reduction_over_a_vmapped_axis_and_its_gradient_are_the_unsharded_ones():
     def loss(x):
         made = [jax.vmap(fn, axis_name="i")(x) for fn in (centred, several)]
         return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(made))
 
-    same(jax.grad(loss), X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=MESHES)
+    def step(x):
+        return jax.grad(loss)(x), [jax.vmap(fn, axis_name="i")(x) for fn in (centred, several, extrema)]
+
+    same(step, X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=MESHES)
     inside = mp.jit(loss, mesh="data=4, model=2", layout=LAYOUT, dims=DIMS, lowering="shard_map")
     np.testing.assert_allclose(jax.grad(inside)(X), jax.grad(loss)(X), rtol=1e-5, atol=1e-6)
 

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.random import threefry2x32_p
 from same_results import assert_close
 
 import meshpar as mp
@@ -94,6 +95,16 @@ def general_reduce(x, y):
 
 def tridiagonal_solve(x):
     return lax.linalg.tridiagonal_solve(x, x + 4, x, x[..., None])
+
+
+def pair_scan(p, q):
+    return p[0] + q[0], jnp.maximum(p[1], q[1])
+
+
+def pair_solve(x, y):
+    positive = x @ x.T + y @ y.T + 8 * jnp.eye(4)
+    solve = lambda _, b: jnp.linalg.solve(positive, b)  # noqa: E731
+    return lax.custom_linear_solve(lambda v: positive @ v, y, solve, symmetric=True)
 
 
 add_row = functools.partial(add_row_p.bind, late=False)
@@ -223,6 +234,29 @@ CASES: dict[str, tuple[Any, ...]] = {
     "ragged dot of groups from outside": (lax.ragged_dot, X, numbers(2, 6, 4), np.array([3, 1], np.int32)),
     "ragged dot gradients": (gradients(lambda x, y: lax.ragged_dot(x, y, jnp.array([3, 1]))), X, numbers(2, 6, 4)),
     "inverse": (jnp.linalg.inv, spd(4)[0]),
+    # several operands, which are sharded differently
+    "sort three": (lambda x, y, z: lax.sort((x, y, z), dimension=1, num_keys=2), ints(4, 6), X, X + 1),
+    "windowed pairs": (
+        lambda x, y: lax.reduce_window((x, y), (np.float32(0), np.float32(-9)), pair_scan, (2, 1), (2, 1), "VALID"),
+        X,
+        X + 1,
+    ),
+    "barrier": (lambda x, y: lax.optimization_barrier((x.sum(0), y.max(1))), X, X + 1),
+    "threefry": (lambda x, y: threefry2x32_p.bind(x, y, x + 1, y + 1), *[ints(4, 6).astype(np.uint32)] * 2),
+    "select and clamp": (lambda x, y, z: (lax.select_n(z % 2 > 0, x, y), lax.clamp(x, y, x + 1)), X, X + 1, ints(4, 6)),
+    "custom linear solve": (pair_solve, X, X + 1),
+    "associative scan": (lambda x, y: lax.associative_scan(pair_scan, (x, y), axis=0), X, X + 1),
+    "cond": (lambda x, y: lax.cond(x[0, 0] > 0, lambda p, q: (p, q), lambda p, q: (q, p), x, y), X, X + 1),
+    "scan": (
+        lambda x, y: lax.scan(lambda c, z: ((c[0] + z[0], c[1] * z[1]), (c[1], z[0])), (x[0], y[0]), (x, y)),
+        X,
+        X + 1,
+    ),
+    "while": (
+        lambda x, y: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[2] * 0.5, c[1] + 1), (0, x, y)),
+        X,
+        X + 1,
+    ),
     "bitcast": (lambda x: lax.bitcast_convert_type(x, jnp.int32), X),
     "bitcast narrower": (lambda x: lax.bitcast_convert_type(x, jnp.int16), X),
     "bitcast wider": (lambda x: lax.bitcast_convert_type(x, jnp.int32), numbers(4, 2, dtype=np.int16)),

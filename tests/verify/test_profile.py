@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from browser import chromium
 from jax._src.lib import hlo
 
 import meshpar as mp
@@ -108,20 +107,18 @@ def test_trace_of_a_step(trace):
     assert all(e.end >= e.start for e in program.events)
 
 
-def test_planned_and_measured_are_bars_of_one_scale(trace, tmp_path):
+def test_planned_and_measured_are_bars_of_one_scale(opened, trace, tmp_path):
     """The longest of all bars is as wide as its track; a part that is slower than planned is marked."""
     _, _, report = trace
     assert "drawPairs" not in report._html()  # the plan has no times
     step, *loops = (replace(m, planned=m.measured / 2) for m in (report.step, *report.loops))
     replace(report, step=step, loops=loops).save(tmp_path / "profile.html")
-    with chromium() as browser:
-        page = browser.new_page()
-        page.goto((tmp_path / "profile.html").as_uri())
-        widths = page.locator(".pairs i").evaluate_all("all => all.map((i) => parseFloat(i.style.width))")
-        assert max(widths) == widths[1] == 100
-        assert widths[0::2] == pytest.approx([w / 2 for w in widths[1::2]], abs=1e-3)
-        assert page.locator(".pairs i.wait").count() == 1 + len(loops)
-        assert "2.00 ×" in page.locator(".pairs").inner_text()
+    page = opened((tmp_path / "profile.html").as_uri())
+    widths = page.locator(".pairs i").evaluate_all("all => all.map((i) => parseFloat(i.style.width))")
+    assert max(widths) == widths[1] == 100
+    assert widths[0::2] == pytest.approx([w / 2 for w in widths[1::2]], abs=1e-3)
+    assert page.locator(".pairs i.wait").count() == 1 + len(loops)
+    assert "2.00 ×" in page.locator(".pairs").inner_text()
 
 
 def test_reports(trace, tmp_path):

@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src import api_util, config, core, dispatch, effects, pjit, shard_map, source_info_util
 from jax._src import mesh as mesh_lib
@@ -128,6 +127,7 @@ FRAMEWORKS = tuple(f"{name}{os.sep}" for name in ("flax", "equinox", "haiku"))
 """Packages of layers, whose lines do not tell one use of a layer from another."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OURS = tuple(_PACKAGE + end for end in (os.sep, f"_kernels{os.sep}"))
+_STDLIB = sysconfig.get_path("stdlib")
 
 
 def source_line(eqn: JaxprEqn, libraries: bool = True) -> str:
@@ -136,12 +136,8 @@ def source_line(eqn: JaxprEqn, libraries: bool = True) -> str:
     Args:
       libraries: if there is no line outside installed packages, the innermost line of a package.
     """
-    frame = next(filter(None, _innermost(eqn.source_info.traceback)[: 1 + libraries]), None)
-    if frame is None:
-        return ""
-    file, line, function = frame
-    name = os.path.relpath(file) if file.startswith(os.getcwd()) else file
-    return f"{name}:{line} ({function})"
+    own, anyone, _ = _lines(eqn.source_info.traceback)
+    return own or (anyone if libraries else "")
 
 
 def package_line(eqn: JaxprEqn) -> str:
@@ -149,46 +145,40 @@ def package_line(eqn: JaxprEqn) -> str:
 
     It is the innermost line outside JAX, :data:`FRAMEWORKS` and meshpar. "" if that is the user's own line.
     """
-    return _package_line(eqn.source_info.traceback)
-
-
-@functools.lru_cache(2**13)
-def _package_line(traceback: Any) -> str:
-    for f in source_info_util.user_frames(traceback):
-        package = next((f.file_name.rpartition(p)[2] for p in PACKAGES if p in f.file_name), None)
-        if package is None:
-            if not f.file_name.startswith((*OURS, sysconfig.get_path("stdlib"))):
-                return ""
-        elif not package.startswith(FRAMEWORKS):
-            return f"{package}:{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
-    return ""
+    return _lines(eqn.source_info.traceback)[2]
 
 
 def has_user_line(eqn: JaxprEqn) -> bool:
-    """Whether an equation has a line of the user's; ten times as fast as :func:`source_line`."""
-    return _innermost(eqn.source_info.traceback)[0] is not None
+    """Whether an equation has a line of the user's."""
+    return bool(_lines(eqn.source_info.traceback)[0])
 
 
 @functools.lru_cache(2**13)
-def _innermost(traceback: Any) -> tuple[tuple[str, int, str] | None, tuple[str, int, str] | None]:
-    """(file, line, function) of the innermost frame outside installed packages, and of the innermost one outside meshpar."""
-    own = anyone = None
+def _lines(traceback: Any) -> tuple[str, str, str]:
+    """The innermost line outside installed packages, the innermost one outside meshpar, and the line of :func:`package_line`."""
+    own = anyone = of_package = ""
     for f in source_info_util.user_frames(traceback):
-        if f.file_name.startswith(OURS):
+        file, end = f.file_name, f":{f.start_line} ({f.function_name.rsplit('.', 1)[-1]})"
+        package = next((file.rpartition(p)[2] for p in PACKAGES if p in file), None)
+        if file.startswith(OURS) or (package is None and file.startswith(_STDLIB)):
             continue
-        location = f.file_name, f.start_line, f.function_name.rsplit(".", 1)[-1]
-        anyone = anyone or location
-        if not any(p in f.file_name for p in PACKAGES):
-            own = location
+        if package is None:
+            own = _relative(file) + end
             break
-    return own, anyone
+        anyone = anyone or _relative(file) + end
+        if not package.startswith(FRAMEWORKS):
+            of_package = of_package or package + end
+    return own, anyone, of_package
+
+
+def _relative(file: str) -> str:
+    return os.path.relpath(file) if file.startswith(os.getcwd()) else file
 
 
 def user_line(error: BaseException) -> str | None:
     """``file.py:12 (function)`` of the innermost line of the user in an error's traceback; None: no such line."""
-    others = (*OURS, sysconfig.get_path("stdlib"))
     for f in reversed(traceback.extract_tb(error.__traceback__)):
-        if not f.filename.startswith(others) and not any(p in f.filename for p in PACKAGES):
+        if not f.filename.startswith((*OURS, _STDLIB)) and not any(p in f.filename for p in PACKAGES):
             return f"{f.filename}:{f.lineno} ({f.name})"
     return None
 
@@ -590,11 +580,7 @@ def key_impl(dtype: Any) -> str:
 
 def zeros(shape: Sequence[int], dtype: Any) -> Any:
     """An array of zeros; of PRNG keys, the keys of zero words."""
-    if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return jnp.zeros(shape, dtype)
-    impl = key_impl(dtype)
-    key = jax.random.key_data(jax.random.key(0, impl=impl))
-    return jax.random.wrap_key_data(jnp.zeros((*shape, *key.shape), key.dtype), impl=impl)
+    return jax.lax.full(shape, 0, dtype)
 
 
 def is_ref(x: Any) -> bool:
@@ -859,7 +845,7 @@ def interpret(
     apply: Callable[[JaxprEqn, list[T]], Sequence[T]],
     of_literal: Callable[[Literal], T],
 ) -> list[T]:
-    """What an interpreter knows of the results of a jaxpr, from what it knows of its constants and operands.
+    """The knowledge of an interpreter about the results of a jaxpr, from its knowledge about constants and operands.
 
     Args:
       apply: (equation, of each operand) → of each result.

@@ -301,7 +301,7 @@ class RedundantMatmul:
 
 def redundant_matmuls_despite_layout(plan: Plan) -> list[RedundantMatmul]:
     """The redundant matmuls along axes that some rule of the layout uses; empty if they are a small part of the step."""
-    used = {a for rule in plan.layout.rules for a in rule.axes}
+    used = set(plan.layout.axes)
     redundant = [r for r in redundant_matmuls(plan) if used.intersection(r.axes)]
     flops = sum(r.flops * (1 - 1 / r.times) for r in redundant)
     share = sum(r.share for r in redundant)

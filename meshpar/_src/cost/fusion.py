@@ -26,7 +26,7 @@ them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -205,6 +205,23 @@ class Computation:
     constants: list[Buffer] = field(default_factory=list)
     outputs: list[Buffer] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
+
+    def walk(self, count: int = 1) -> Iterator[tuple[Kernel, int]]:
+        """(kernel, runs in a step) of the computation, and after each kernel those of its bodies, at any depth.
+
+        A loop of unknown length counts once; so does every branch of a ``cond``.
+
+        Args:
+          count: runs of the computation.
+        """
+        for kernel in self.kernels:
+            yield kernel, count
+            for body in kernel.bodies:
+                yield from body.walk(count * (1 if body.trip_count is None else body.trip_count))
+
+    def with_bodies(self) -> list[Computation]:
+        """The computation and the bodies in it, at any depth, each before those inside it."""
+        return [self, *(body for kernel, _ in self.walk() for body in kernel.bodies)]
 
 
 def fuse(computation: Computation, row_ratio: int) -> None:

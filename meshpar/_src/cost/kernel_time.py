@@ -7,7 +7,6 @@ in VMEM does not count (:mod:`cost.vmem`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import few_rows, local_opaque_flops, padded_flops, reread_bytes, single_row_elements
-from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written, line_of, window_bytes
+from .fusion import Buffer, Kernel, Kind, array_scattered_into, array_written, line_of, window_bytes
 from .kernels import computation_of
 from .tiles import Tiles
 from .vmem import buffers_in_vmem
@@ -74,6 +73,12 @@ class KernelTime:
     count: int
 
     @property
+    def start_seconds(self) -> float:
+        """The seconds that a kernel takes longer than its work, since none is shorter than ``min_kernel_seconds``."""
+        work = self.matmul_seconds + self.traffic_seconds + self.vector_seconds
+        return self.seconds - work if self.seconds > (1 + 1e-9) * work else 0.0  # not what rounding leaves
+
+    @property
     def source(self) -> str:
         """The user's line, and the part of the model (:attr:`Op.location`)."""
         return line_of(self.origin)
@@ -91,7 +96,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     device = chip.per_device()
     out: dict[Kernel, KernelTime] = {}
     results = {computation.outputs[k] for k in aliased_inputs(plan)} if chip.torus else set()
-    kernels = list(_kernels_with_counts(computation))
+    kernels = list(computation.walk())
     overwritten = {computation.inputs[k] for k in aliased_inputs(plan).values()}
     in_vmem = vmem_buffers(plan)
     for kernel, count in kernels:
@@ -159,19 +164,8 @@ def vmem_buffers(plan: Plan) -> dict[Kernel, set[Buffer]]:
     vmem = None if plan.chip is None or not plan.chip.torus or plan.chip.cores > 1 else plan.chip.per_device().vmem
     if vmem is None:
         return {}
-    kernels = [kernel for kernel, _ in _kernels_with_counts(computation_of(plan))]
+    kernels = [kernel for kernel, _ in computation_of(plan).walk()]
     return buffers_in_vmem(kernels, plan.program.cached(Tiles), vmem - plan.compiler.vmem_reserved_bytes)
-
-
-def _kernels_with_counts(computation: Computation, count: int = 1) -> Iterator[tuple[Kernel, int]]:
-    """(kernel, runs in a step) of a computation and of its bodies at any depth.
-
-    A loop of unknown length counts once; so does every branch of a ``cond``.
-    """
-    for kernel in computation.kernels:
-        yield kernel, count
-        for body in kernel.bodies:
-            yield from _kernels_with_counts(body, count * (1 if body.trip_count is None else body.trip_count))
 
 
 def _elements(kernel: Kernel) -> float:

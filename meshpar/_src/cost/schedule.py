@@ -78,7 +78,7 @@ def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollect
         return AsyncCollective(False, leaves and not is_async, leaves and offloaded, separate)
 
     out: dict[Computation, dict[Kernel, AsyncCollective]] = {}
-    for computation in _with_bodies(computation_of(plan)):
+    for computation in computation_of(plan).with_bodies():
         inside, cache = set(computation.nodes), dict[Buffer, bool]()
         overlapped = out.setdefault(computation, {})
         for kernel in computation.kernels:
@@ -89,14 +89,6 @@ def async_collectives(plan: Plan) -> dict[Computation, dict[Kernel, AsyncCollect
             elif _only_leaves(kernel) or all(role_of(buffer) == "gradients" for buffer in kernel.outs):
                 overlapped[kernel] = of_result(kernel)
     return out
-
-
-def _with_bodies(computation: Computation) -> Iterator[Computation]:
-    """A computation, and the bodies of its loops at any depth."""
-    yield computation
-    for kernel in computation.kernels:
-        for body in kernel.bodies:
-            yield from _with_bodies(body)
 
 
 def _only_leaves(move: Kernel) -> bool:
@@ -263,7 +255,7 @@ def schedules(plan: Plan) -> dict[Computation, Schedule]:
     """
     out: dict[Computation, Schedule] = {}
     program, concurrent = computation_of(plan), concurrent_matmuls(plan)
-    for computation in reversed(list(_with_bodies(program))):  # a body before the computation of its loop
+    for computation in reversed(program.with_bodies()):  # a body before the computation of its loop
         reordered = {} if computation is program else concurrent[computation]
         late = "LATE_RESULTS" in plan.compiler.quirks and computation is program
         schedule = Schedule(_late_results_last(computation) if late else _in_order(computation, reordered))

@@ -28,6 +28,7 @@ class Time:
       compute: of all matmuls, at the matrix unit's rate.
       memory: of all traffic, at HBM's rate.
       vector: of the vector units, in all kernels (elementwise ops, reductions, conversions).
+      starts: of the starts of kernels that are shorter than the shortest one of the chip (:attr:`KernelTime.start_seconds`).
       communication: of all collectives, sequentially.
       to_host, to_device: of the copies to the host, and of those to the device, over the link between them (0.0 if its rate is not
         known). The link carries both directions concurrently.
@@ -44,6 +45,7 @@ class Time:
     compute: float
     memory: float
     vector: float
+    starts: float
     communication: float
     busiest_axis: float
     seconds: float
@@ -62,7 +64,8 @@ class Time:
     @property
     def serial(self) -> float:
         """The upper bound: nothing overlaps, neither kernels, collectives and copies nor the units of a kernel."""
-        return self.compute + self.memory + self.vector + self.communication + self.to_host + self.to_device
+        work = self.compute + self.memory + self.vector + self.starts
+        return work + self.communication + self.to_host + self.to_device
 
     @property
     def mfu(self) -> float:
@@ -71,7 +74,7 @@ class Time:
 
     def to_dict(self) -> dict[str, Any]:
         """Seconds by part, bounds, estimate, utilisation, and the ten kernels that take longest."""
-        parts = ("compute", "memory", "vector", "communication", "to_host", "to_device")
+        parts = ("compute", "memory", "vector", "starts", "communication", "to_host", "to_device")
         keys = (*parts, "overlapped", "serial", "seconds", "mfu", "model_flops")
         top = sorted(self.ops, key=lambda o: -o.seconds * o.count)[:10]
         return {**{key: getattr(self, key) for key in keys}, "ops": [o.to_dict() for o in top]}
@@ -83,9 +86,8 @@ def time_of(plan: Plan) -> Time | None:
     if plan.chip is None:
         return None
     ops = list(kernel_times(plan).values())
-    compute, memory, vector = (
-        sum(getattr(k, part) * k.count for k in ops) for part in ("matmul_seconds", "traffic_seconds", "vector_seconds")
-    )
+    units = ("matmul_seconds", "traffic_seconds", "vector_seconds", "start_seconds")
+    work = [sum(getattr(k, unit) * k.count for k in ops) for unit in units]
     busiest_axis, _ = _busiest_axis(plan.collectives)
     unscheduled = math.fsum(seconds for *_, seconds in unscheduled_seconds(plan))
     seconds = schedules(plan)[computation_of(plan)].seconds + unscheduled
@@ -94,8 +96,7 @@ def time_of(plan: Plan) -> Time | None:
         host_seconds(plan, sum(t.total_bytes for t in plan.transfers if t.to == to)) for to in ("host", "device")
     )
     model = model_flops(plan)
-    parts = compute, memory, vector, plan.comm_seconds, busiest_axis
-    return Time(*parts, seconds, model, peak_flops, ops, to_host, to_device)
+    return Time(*work, plan.comm_seconds, busiest_axis, seconds, model, peak_flops, ops, to_host, to_device)
 
 
 def _busiest_axis(collectives: Iterable[Collective]) -> tuple[float, str]:

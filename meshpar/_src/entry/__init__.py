@@ -6,9 +6,8 @@
     doctor         its command ``doctor``
     tune_kernels   its command ``tune-kernels``
     target         a function in a file, and its arguments, from the command line
-    infer_dims     mp.infer_dims: the names of dims that are inferred where nobody gave any
     move           ``mp.move``: the plan of a move between layouts, meshes and steps
-    api            mp.jit, mp.init, mp.plan, mp.check, mp.compile, mp.search, mp.lab, …
+    api            mp.jit, mp.init, mp.plan, mp.infer_dims, mp.check, mp.compile, mp.search, mp.lab, …
     local_sgd      mp.train.local_sgd: copies of a model that are averaged after many steps
     jitted         the result of mp.jit: options, roles of arguments, one compiled step for each signature
     exported       a compiled step as a file

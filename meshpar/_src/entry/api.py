@@ -27,12 +27,14 @@ from ..mesh import mesh as make_mesh
 from ..options import options_of, takes_options
 from ..plan.checks import check_spelling
 from ..plan_api import Plan
+from ..program import Program
+from ..program.patterns import patterns_of
 from ..progress import Progress, progress_line
 from ..search import Row, Search, SearchOptions
 from ..search import search as search_from
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from ..verify.aot import Compiled, Effort, compile_lowered, mesh_to_compile_for
-from ..verify.check import Report, check_layouts, each_layout
+from ..verify.check import Report, Subject, check_layouts, each_layout
 from ..verify.prove import Proof, prove_program
 from .arguments import is_static
 from .jitted import NO_DONATION, Jitted, LayoutLike, P, R, with_devices
@@ -206,6 +208,43 @@ def init(
     return Jitted(create, device_mesh(mesh), Layout(layout), options_of(StepOptions, options), init=True)
 
 
+def infer_dims(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywords: Any) -> dict[str, str]:
+    """Names for the dims of a step's arguments, from their uses in the step.
+
+    The known schemes have the same names: ``batch``, ``seq``, ``vocab``, ``embed``, ``mlp``, ``heads``, ``kv_heads``,
+    ``head_dim``, ``layers``, ``expert``, ``channels``, ``height``, ``width``, ``classes``, ``rank``. A step without ``dims=`` and
+    without Flax metadata gets the same names, so this function is needed only to read or change them, and for the
+    weights of :func:`meshpar.init`, which sees no use of them. A wrong name costs time, never a result.
+
+    Args:
+      fn: a function, e.g. a train step. It is traced, nothing is compiled.
+      *args: its arguments; arrays or ``jax.ShapeDtypeStruct``.
+      **keywords: its keyword arguments, and options of :func:`meshpar.jit`.
+      dims: tree-path patterns → dims that are known, as in :func:`meshpar.jit`: these names win, and other dims are inferred.
+
+    Returns:
+      Tree-path patterns → dims, for ``dims=``: the shortest patterns that fit, ``dims`` first. Dims without evidence are ``_``.
+
+    Example:
+      >>> mp.infer_dims(train_step, params, x)
+      {'*/down': 'mlp embed', '*/up': 'embed mlp', 'x': 'batch embed'}
+    """
+    patterns = _given(dims)
+    return {**patterns, **patterns_of(named_program(fn, *args, dims=dims, **keywords))}
+
+
+def _given(dims: Any) -> dict[str, Any]:
+    """The patterns of ``dims=`` without ``"*": "auto"``."""
+    pairs = () if dims is None or dims == "auto" else dims.items() if isinstance(dims, Mapping) else dims
+    return {pattern: names for pattern, names in pairs if (pattern, names) != ("*", "auto")}
+
+
+def named_program(fn: Callable[..., Any], *args: Any, dims: Any = None, **keywords: Any) -> Program:
+    """The program of a step with inferred names for all dims that ``dims`` and metadata leave unnamed."""
+    where = {"mesh": "data=1", "layout": "", "dims": [*_given(dims).items(), ("*", "auto")]}
+    return plan(fn, *args, **where, **keywords).program.traced
+
+
 def shardings(
     tree: Any,
     layout: LayoutLike,
@@ -327,19 +366,13 @@ def check(
         options["lowering"] = lowerings[0] if len(lowerings) == 1 else "auto"
     step = _placeless(fn, {**options, **NO_DONATION})
     lowerings = tuple(lowerings or (step.lowering,))
-    steps = {each: step._with(lowering=each) for each in lowerings}
+
+    def subject(mesh: Mesh, layout: Layout, lowering: Lowering) -> contextlib.AbstractContextManager[Subject]:
+        return step._with(mesh=auto_mesh(mesh), layout=layout, lowering=lowering)._check_subject(args, kwargs or {})
+
+    how: Any = {"layouts": layout, "meshes": mesh, "lowerings": lowerings, "tolerance": tolerance, "raises": raises}
     with progress_line("checking", progress) as tell:
-        return check_layouts(
-            lambda m, one, lowering: (
-                steps[lowering]._with(mesh=auto_mesh(m), layout=one)._check_subject(args, kwargs or {})
-            ),
-            layouts=layout,
-            meshes=mesh,
-            lowerings=lowerings,
-            tolerance=tolerance,
-            raises=raises,
-            tell=tell,
-        )
+        return check_layouts(subject, tell=tell, **how)
 
 
 @takes_options(StepOptions)
@@ -653,9 +686,8 @@ def _layout_of(fn: Callable[..., Any], layout: LayoutLike | None, api: str) -> L
         return Layout(layout)
     if isinstance(fn, Jitted):
         return fn.layout
-    raise UnsupportedError(
-        f"mp.{api} needs a layout", fixes=[f'mp.{api}(step, state, batch, mesh="data=8", layout="batch: data")']
-    )
+    fix = f'mp.{api}(step, state, batch, mesh="data=8", layout="batch: data")'
+    raise UnsupportedError(f"mp.{api} needs a layout", fixes=[fix])
 
 
 def _placeless(fn: Callable[..., Any], options: Mapping[str, Any]) -> Jitted[..., Any]:
@@ -721,7 +753,7 @@ def _only_mesh(layout: Layout) -> str:
     Raises:
       MeshError: the layout has several axes.
     """
-    axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes)) or ["data"]
+    axes = list(layout.axes) or ["data"]
     if len(axes) > 1:
         raise MeshError(
             f"layout `{layout}` has the axes {', '.join(axes)}, and no mesh says their sizes",

@@ -288,11 +288,8 @@ def _described(x: Any) -> str:
 def _not_an_array(path: str, value: Any) -> UnsupportedError:
     """The error for a leaf of an argument, at ``path``, that is neither an array nor static."""
     name, _, rest = path.partition("/")
-    fixes = [
-        f"make `{name}` static: static_argnames={name!r}"
-        if not rest
-        else "take it out of the tree, and pass it as a static argument"
-    ]
+    static = f"make `{name}` static: static_argnames={name!r}"
+    fixes = ["take it out of the tree, and pass it as a static argument" if rest else static]
     if name in OPTION_NAMES:
         fixes.insert(0, f"`{name}` is an option of mp.plan and mp.compile, not of a step: mp.plan(fn, …, {name}=…)")
     return UnsupportedError(f"{path}: {_described(value)} is not a JAX array", path=path, fixes=fixes)

@@ -39,7 +39,7 @@ from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
 from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
-from ..options import add_flags, given_flags
+from ..options import add_flags, flag_of, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
@@ -55,9 +55,9 @@ from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text
 from . import starting
+from .api import named_program
 from .api import plan as plan_of
 from .doctor import add_command as add_doctor
-from .infer_dims import named_program
 from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
-        print(START)
+        print(_start(columns(sys.stdout)))
         return 0
     args, unknown = parser.parse_known_args(given)
     if unknown:
@@ -126,12 +126,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = shown
 
 
+def _start(width: int) -> str:
+    """:data:`START` in lines of ``width`` columns; where one would be longer, descriptions are below their commands."""
+    wide = max(map(len, START.splitlines())) <= width
+    narrow = re.sub(r"(?m)^(  meshpar \w+ +\S.*?) {4}(?=\w)", r"\1\n      ", START)
+    return _Help("meshpar")._fill_text(START if wide else narrow, width, "")
+
+
 def _show_error(error: MeshparError) -> None:
     """Print an error to stderr: the class in red, the fixes in green, and facts and fixes wrapped in their column."""
     head, *lines = str(error).split("\n")
     shown, style = list[Any]([Text.assemble((type(error).__name__, "bold red"), f": {head}")]), ""
     for line in lines:
-        line = re.sub(r'mp\.mesh\(("[^"]*")\)|\bmesh=(?=")', lambda call: f"--mesh {call[1] or ''}", line)
+        line = re.sub(r'mp\.mesh\(("[^"]*")\)', r"mesh=\1", line)
+        line = re.sub(r'\b(mesh|layout)=(?=")', r"--\1 ", line)
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
         style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
         shown.append(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
@@ -207,13 +215,15 @@ class _Help(argparse.HelpFormatter):
 
 def _grouped(parser: argparse.ArgumentParser) -> Add:
     """``add_argument`` of a command's parser, which sorts the flags into what to plan, output, and less common ones."""
-    plan, *others = (parser.add_argument_group(name) for name in ("what to plan", *FLAG_GROUPS))
-    group_of = {
-        flag: group for group, flags in zip(others, FLAG_GROUPS.values(), strict=True) for flag in flags.split()
-    }
-    return lambda flag, **options: (plan if options.get("required") else group_of.get(flag, plan)).add_argument(
-        flag, **options
-    )
+    plan = parser.add_argument_group("what to plan")
+    group_of: dict[str, Any] = {}
+    for name, flags in FLAG_GROUPS.items():
+        group_of |= dict.fromkeys(flags.split(), parser.add_argument_group(name))
+
+    def add(flag: str, **options: Any) -> Any:
+        return (plan if options.get("required") else group_of.get(flag, plan)).add_argument(flag, **options)
+
+    return add
 
 
 class _Parser(argparse.ArgumentParser):
@@ -231,15 +241,10 @@ class _Parser(argparse.ArgumentParser):
             what, kind = (argument, "values") if argument.startswith("-") else ("command", "commands")
             similar = did_you_mean(word, re.findall(r"[\w-]+", choices), kind)[0]
             message = f"there is no {what} `{word}`; {similar}"
-        message = (
-            message.replace("the following arguments are required", "missing")
-            .replace("missing: TARGET", MISSING)
-            .removesuffix(", …")
-        )
-        text = Text.assemble(
-            ("error", "bold red"), f": {message}\n", (f"{self.prog} --help", "green"), " lists the options"
-        )
-        print(shown_text(text, sys.stderr), file=sys.stderr)
+        message = message.replace("the following arguments are required", "missing")
+        message = message.replace("missing: TARGET", MISSING).removesuffix(", …")
+        listed = (f"{self.prog} --help", "green"), " lists the options"
+        print(shown_text(Text.assemble(("error", "bold red"), f": {message}\n", *listed), sys.stderr), file=sys.stderr)
         self.exit(2)
 
 
@@ -441,39 +446,56 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; else the command of a search, on more devices if the plan's cannot store its state. Schemes that
-    lack an axis of the plan's layout do not count."""
+    :data:`WORTH_TRYING`; where the plan does not fit, FSDP on a mesh of one axis counts as well. Else the command of a search, on
+    more devices if the plan's cannot store its state. Schemes that lack an axis of the plan's layout do not count."""
     if where := topology_for_state(plan):
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
-    used = {axis for rule in plan.layout.rules for axis in rule.axes}
     own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
+
+    def add(flags: str, **changes: Any) -> None:
+        """Plan with some changes, and add the result to ``found`` if it fits."""
+        with quiet(), contextlib.suppress(MeshparError):
+            other = plan.replan(**changes)
+            if fits(other) and other.seconds is not None:
+                found.append((other.seconds, other.memory.peak, flags))
+
+    if not fits(plan) and len(plan.sizes) > 1:
+        mesh = f"data={plan.mesh.size}"
+        add(f"--mesh {mesh} --layout fsdp", mesh=mesh, layout="fsdp")
     for name, scheme in PRESETS.items():
         layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
-        axes = {axis for rule in layout.rules for axis in rule.axes}
-        if used <= axes <= plan.sizes.keys() and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
-            with quiet(), contextlib.suppress(MeshparError):
-                other = plan.replan(layout=layout)
-                if fits(other) and other.seconds is not None:
-                    found.append((other.seconds, other.memory.peak, name if layout == scheme() else f'"{layout}"'))
-    seconds, peak, name = min(found, default=(math.inf, 0.0, ""))
+        has_axes = set(plan.layout.axes) <= set(layout.axes) <= plan.sizes.keys()
+        if has_axes and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
+            add(f"--layout {name}" if layout == scheme() else f'--layout "{layout}"', layout=layout)
+    seconds, peak, flags = min(found, default=(math.inf, 0.0, ""))
     if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
-        return f"--layout {name}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory, on the same mesh"
+        where = ", on the same mesh" * ("--mesh" not in flags)
+        return f"{flags}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory{where}"
     return f"{_command_line(args, 'search')}: other meshes and layouts"
 
 
 def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
-    """The line of another command for the same target, its arguments and the topology, with some flags."""
+    """The line of another command for the same target, its arguments, the topology and the options of the step, with some flags."""
     words = ["meshpar", command, args.target]
-    given = {"args": args.arguments, "dims": args.dims, "topology": args.topology, **flags}
-    for name, value in (*(("set", text) for text in args.set), *given.items()):
-        words += [] if value is None else [f"--{name}", value]
+    given = {"set": args.set, "args": args.arguments, "dims": args.dims, "topology": args.topology}
+    options = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
+    given |= {flag_of(f)[2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default}
+    for name, value in {**given, **flags}.items():
+        value = ",".join(f"{old}={new}" for old, new in value.items()) if isinstance(value, dict) else value
+        for text in value if isinstance(value, list) else [value] * (value is not None):
+            words += [f"--{name}"] if text is True else [f"--{name}", text]
     return shlex.join(words)
 
 
 def _show_next(line: str) -> None:
-    """Print what to do next, as a line to copy."""
-    print(f"\n{shown_text(Text('next', 'bold green'))}  {line}")
+    """Print what to do next: a command in one line, to copy."""
+    head = Text("next", "bold green")
+    print(
+        "",
+        f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)])),
+        sep="\n",
+    )
 
 
 @contextlib.contextmanager
@@ -552,9 +574,8 @@ def _lab(args: argparse.Namespace) -> int:
     try:
         found.serve(args.port, browser=not args.no_browser, as_json=args.json)
     except (OSError, OverflowError) as e:
-        raise TargetError(
-            f"port {args.port} cannot be used: {e}", fixes=["another one, or --port 0: any that is free"]
-        ) from None
+        fix = "another one, or --port 0: any that is free"
+        raise TargetError(f"port {args.port} cannot be used: {e}", fixes=[fix]) from None
     return 0
 
 
@@ -581,10 +602,10 @@ def _search(args: argparse.Namespace) -> int:
     given = parse_options(args.set)
     vary = dict(_choices(text) for text in args.choices)
     modes = vary.pop("overlap", None)
-    changes = [dict(zip(vary, chosen, strict=True)) for chosen in itertools.product(*vary.values())]
-    targets = {
-        ", ".join(f"{k}={v}" for k, v in change.items()): _loaded(args, {**given, **change}) for change in changes
-    }
+    targets = {}
+    for chosen in itertools.product(*vary.values()):
+        change = dict(zip(vary, chosen, strict=True))
+        targets[", ".join(f"{k}={v}" for k, v in change.items())] = _loaded(args, {**given, **change})
     target = next(iter(targets.values()))
     if len({str(jax.tree.map(jax.typeof, each.args)) for each in targets.values()}) > 1:
         raise TargetError(
@@ -594,7 +615,7 @@ def _search(args: argparse.Namespace) -> int:
     if args.topology is None:
         raise TargetError(
             "no machine is given: a search needs a chip, for its memory and for times",
-            fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
+            fixes=['--topology v5e:2x4 has 8 chips, --topology "4x h100:8" 32 GPUs; nothing runs on them'],
         )
     layouts = [_layout(args, target, text) for text in args.layout]
     steps = {name: each.step for name, each in targets.items()}
@@ -641,7 +662,7 @@ def _calibrate(args: argparse.Namespace) -> int:
     target = _concrete_target(args)
     mesh = args.mesh[0] if args.mesh else f"data={len(jax.devices())}"
     axes = set(mp.mesh(mesh).axis_names)
-    own = [text for text in target.layouts.values() if {a for r in mp.Layout(text).rules for a in r.axes} <= axes]
+    own = [text for text in target.layouts.values() if axes.issuperset(mp.Layout(text).axes)]
     layouts = _layouts(args, target, args.layout or own, mesh)
     how = {"mesh": args.mesh, "rounds": args.rounds, "tolerance": args.tolerance}
     found = _call(args, mp.hardware.calibrate, target, layout=layouts, **how)
@@ -658,6 +679,11 @@ def _check(args: argparse.Namespace) -> int:
     default = f"data={args.devices}"
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
+    if meshes is None:
+        _say(
+            args,
+            f"default  mesh: all shapes of {args.devices} devices for the axes of the layout, since no --mesh is given",
+        )
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
@@ -735,9 +761,8 @@ def _loaded(args: argparse.Namespace, options: Mapping[str, Any]) -> Target:
     try:
         return replace(target, dims=json.loads(Path(args.dims).read_text("utf8")))
     except (OSError, ValueError) as e:
-        raise TargetError(
-            f"--dims {args.dims}: {e}", fixes=["`meshpar names TARGET --write FILE` writes one"]
-        ) from None
+        fix = "`meshpar names TARGET --write FILE` writes one"
+        raise TargetError(f"--dims {args.dims}: {e}", fixes=[fix]) from None
 
 
 def _concrete_target(args: argparse.Namespace) -> Target:
@@ -766,12 +791,11 @@ def _planned(
     return with_shared_results(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
 
 
-def _where(
-    args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
-) -> tuple[str, str]:
-    """The mesh and the layout; defaults of those that are left out are printed to stderr."""
+def _where(args: argparse.Namespace, target: Target, *where: str | None) -> tuple[str, str]:
+    """The mesh and the layout, of a mesh, topology and layout; defaults of those that are left out are printed to stderr."""
+    given, topology, layout = where
     layout = None if layout is None else _layout(args, target, layout)
-    mesh = _mesh(args, mesh, topology, layout)
+    mesh = _mesh(args, given, topology, layout)
     if layout is None:
         layout = _default_layout(args, target, mesh, topology)
         _say(args, f"default  layout: {layout}")
@@ -785,14 +809,14 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology; over several slices ``slice=S, data=N/S``,
-    unless a layout is given that lacks the axis between slices."""
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` over several
+    slices, unless a layout is given that lacks the axis between slices."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
         where = parse_topology(topology)
         mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
-        if where.slices > 1 and (layout is None or any(BETWEEN_SLICES in r.axes for r in mp.Layout(layout).rules)):
+        if where.slices > 1 and (layout is None or BETWEEN_SLICES in mp.Layout(layout).axes):
             mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
             what = f"the slices of {topology}, and one axis in each"
         _say(args, f"default  mesh: {mesh}, {what}")
@@ -810,14 +834,13 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
     """
     if ":" in text or not text.strip():
         return text
-    if "=" in text:
-        return str(mp.Layout(text))  # an error that says how rules are written
     for name in (text, scheme_name(text)):
         if name in target.layouts:
             return target.layouts[name]
-    rules = scheme_text(text)
-    if rules is not None:
-        return str(mp.Layout(rules))
+    if scheme_text(text) is not None:
+        return text
+    if re.search(r"[=\s]", text.strip()):
+        return str(mp.Layout(text))  # an error that says how rules are written
     known = ", ".join(target.layouts) or "none"
     raise TargetError(
         f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",

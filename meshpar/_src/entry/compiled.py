@@ -103,9 +103,8 @@ class CompiledStep:
         Raises:
           UnsupportedError: an array that was donated to an earlier call, or deleted.
         """
-        if self.checks is not None and not any(
-            is_tracer(x) or (isinstance(x, jax.Array) and x.is_deleted()) for x in arrays
-        ):
+        live = (not is_tracer(x) and not (isinstance(x, jax.Array) and x.is_deleted()) for x in arrays)
+        if self.checks is not None and all(live):
             for check in self.checks:
                 check(arrays)
             arrays = [global_array(x, s) for x, s in zip(arrays, self.in_shardings, strict=True)]
@@ -173,9 +172,7 @@ def arrivals(plan: Plan, arrays: Sequence[Any], shardings: Sequence[NamedShardin
     for x, s, h in zip(arrays, shardings, plan.inputs, strict=True):
         if type(x) not in PLACED or x.sharding == s or x.is_deleted() or not x.committed or h.on_host:
             continue
-        if (
-            x.is_fully_addressable != s.is_fully_addressable
-        ):  # of several processes: the process's own copy of the value
+        if x.is_fully_addressable != s.is_fully_addressable:  # in several processes, this one's copy of the value
             continue
         size = _received(x.sharding, s, x.shape) * x.dtype.itemsize
         if size:
@@ -284,10 +281,8 @@ def lower_step(
         run = with_bounded_queue(run)
     fixed = flat.call.fixed
     arrays = [i for i in range(len(flat.call.leaves)) if i not in fixed] if fixed else None
-    keys = [k for k in flat.call.leaf_keys if not isinstance(k, Fixed)]
-    narrowed = {
-        i: a.dtype for i, (a, k) in enumerate(zip(traced.avals, keys, strict=True)) if a.dtype != cast(tuple, k)[1]
-    }
+    dtypes = [cast(tuple, k)[1] for k in flat.call.leaf_keys if not isinstance(k, Fixed)]
+    narrowed = {i: a.dtype for i, (a, given) in enumerate(zip(traced.avals, dtypes, strict=True)) if a.dtype != given}
     checks = None
     if len({d.process_index for d in mesh.devices.flat}) > 1:
         statics = [x for _, x in flat.call.statics]

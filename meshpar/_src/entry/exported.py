@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ...errors import MeshError, MeshparError, UnsupportedError
 from ..dims import format_dims
 from ..flax import flatten_named, variables
+from ..iterables import grouped
 from ..plan.plan import ShardedArray
 from ..units import mesh_text
 from .arguments import Call, is_static
@@ -213,10 +214,9 @@ class Exported:
             for leaf in flatten_named(variables(x), tuple(name.split("/")))
         }
         expected = {x.path for x in self.inputs}
-        missing, unknown = sorted(expected - set(leaves)), sorted(set(leaves) - expected)
-        if missing or unknown:
-            lists = [(paths, what) for paths, what in ((missing, "missing"), (unknown, "unknown")) if paths]
-            clauses = [f"{', '.join(paths[:4])}{', …' * bool(paths[4:])} {what}" for paths, what in lists]
+        differences = {"missing": sorted(expected - leaves.keys()), "unknown": sorted(leaves.keys() - expected)}
+        clauses = [f"{', '.join(of[:4])}{', …' * bool(of[4:])} {what}" for what, of in differences.items() if of]
+        if clauses:
             raise UnsupportedError(
                 f"{self.name}: the arguments do not have the paths of the exported step: {'; '.join(clauses)}",
                 fixes=["`exported.inputs` lists the paths, shapes and dtypes"],
@@ -225,12 +225,9 @@ class Exported:
             shape, value = np.shape(leaves[x.path]), leaves[x.path]
             dtype = jax.dtypes.canonicalize_dtype(getattr(value, "dtype", None) or np.asarray(value).dtype)
             if (shape, str(dtype)) != (x.shape, x.dtype):
-                raise UnsupportedError(
-                    f"{x.path}: the step was exported for {x.dtype}{list(x.shape)}, and this is {dtype}{list(shape)}",
-                    path=x.path,
-                    shape=shape,
-                    fixes=["export the step for these shapes and dtypes"],
-                )
+                text = f"the step was exported for {x.dtype}{list(x.shape)}, and this is {dtype}{list(shape)}"
+                fixes = ["export the step for these shapes and dtypes"]
+                raise UnsupportedError(f"{x.path}: {text}", path=x.path, shape=shape, fixes=fixes)
         return leaves
 
 
@@ -281,23 +278,19 @@ def export_step(
                 "or disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name)], if the same version loads it",
             ],
         ) from error
-    inputs = tuple(_array(x, x.path) for x in plan.inputs)
-    paths = _result_paths(compiled, call.nodes, arguments)
-    outputs = tuple(_array(x, path) for x, path in zip(plan.outputs, paths, strict=True))
-    static = {k for k, _ in call.statics}
-    positional = tuple(a for i, a in enumerate(arguments) if i not in static)
+    paths, static = _result_paths(compiled, call.nodes, arguments), {k for k, _ in call.statics}
     return Exported(
-        name,
-        dict(mesh.shape),
-        str(plan.requested_layout),
-        plan.lowering,
-        tuple(program.platforms),
-        positional,
-        inputs,
-        outputs,
-        tuple(inputs[i].path for i in compiled.donated),
-        program,
-        mesh if platform in program.platforms else None,
+        name=name,
+        axes=dict(mesh.shape),
+        layout=str(plan.requested_layout),
+        lowering=plan.lowering,
+        platforms=tuple(program.platforms),
+        arguments=tuple(a for i, a in enumerate(arguments) if i not in static),
+        inputs=tuple(_array(x, x.path) for x in plan.inputs),
+        outputs=tuple(map(_array, plan.outputs, paths)),
+        donated=tuple(plan.inputs[i].path for i in compiled.donated),
+        program=program,
+        mesh=mesh if platform in program.platforms else None,
     )
 
 
@@ -306,9 +299,8 @@ def _deserialize(content: bytes) -> Exported:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         facts, program = json.loads(archive.read("step.json")), archive.read("step.bin")
     if facts.pop("format") != FORMAT:
-        raise UnsupportedError(
-            "the step was exported by a newer version of meshpar", fixes=["pip install --upgrade meshpar"]
-        )
+        newer = "the step was exported by a newer version of meshpar"
+        raise UnsupportedError(newer, fixes=["pip install --upgrade meshpar"])
     for side in ("inputs", "outputs"):
         arrays = ({**x, "shape": tuple(x["shape"]), "spec": tuple(map(tuple, x["spec"]))} for x in facts[side])
         facts[side] = tuple(ExportedArray(**x) for x in arrays)
@@ -344,13 +336,9 @@ def _nested(leaves: Mapping[str, Any]) -> Any:
     """The tree with these leaves: dicts by the components of the paths, tuples where the components are 0, 1, …"""
     if set(leaves) == {""}:
         return leaves[""]
-    groups: dict[str, dict[str, Any]] = {}
-    for path, x in leaves.items():
-        first, _, rest = path.partition("/")
-        groups.setdefault(first, {})[rest] = x
-    if list(groups) == [str(i) for i in range(len(groups))]:
-        return tuple(map(_nested, groups.values()))
-    return {name: _nested(inner) for name, inner in groups.items()}
+    split = ((*path.partition("/")[::2], x) for path, x in leaves.items())
+    inner = {first: _nested(dict(of)) for first, of in grouped((first, (rest, x)) for first, rest, x in split).items()}
+    return tuple(inner.values()) if list(inner) == [str(i) for i in range(len(inner))] else inner
 
 
 def _check_flatbuffers() -> None:

@@ -155,11 +155,8 @@ class Jitted(Generic[P, R]):
 
     def __repr__(self) -> str:
         """The call that makes it: function, mesh, layout and lowering."""
-        api = "init" if self._init else "jit"
-        name = getattr(self, "__name__", "step")
-        return (
-            f'mp.{api}({name}, mesh="{mesh_text(self.mesh.shape)}", layout="{self.layout}", lowering="{self.lowering}")'
-        )
+        call = f"mp.{'init' if self._init else 'jit'}({getattr(self, '__name__', 'step')}"
+        return f'{call}, mesh="{mesh_text(self.mesh.shape)}", layout="{self.layout}", lowering="{self.lowering}")'
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments (arrays or ``jax.ShapeDtypeStruct``); nothing runs, nothing is compiled.
@@ -187,15 +184,13 @@ class Jitted(Generic[P, R]):
         """Trace for these arguments, as ``jax.jit(f).trace`` does."""
         with self._flattened((*self._bound, *args), kwargs) as call:
             compiled = self._compiled(call)
-        return trace_compiled(
-            compiled, call, name=getattr(self, "__name__", "step"), keep_unused=self._options.keep_unused
-        )
+        return trace_compiled(compiled, call, getattr(self, "__name__", "step"), self._options.keep_unused)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """The results as ``jax.ShapeDtypeStruct``, nnx objects as objects of them; nothing is computed or updated."""
         with self._flattened_copies(args, kwargs) as call:
             traced = self._trace(call)
-            avals = [v.aval for v in traced.program.outputs]
+            avals = (v.aval for v in traced.program.outputs)
             shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals]
             return self._unflattened(call, traced.result(shapes))
 
@@ -311,13 +306,9 @@ class Jitted(Generic[P, R]):
           CheckError: a result differs by more than rounding.
           MeshError: an abstract mesh, which has no devices to run on.
         """
-        mesh = with_devices(self.mesh, "a check runs the step")
-        return check_layouts(
-            lambda mesh, *_: self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs),
-            layouts=[self.layout],
-            meshes=mesh,
-            lowerings=[self.lowering],
-        )
+        own: Any = {"layouts": [self.layout], "lowerings": [self.lowering]}
+        own["meshes"] = with_devices(self.mesh, "a check runs the step")
+        return check_layouts(lambda mesh, *_: self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs), **own)
 
     @takes_options()
     def compile(
@@ -350,16 +341,9 @@ class Jitted(Generic[P, R]):
         step = self if target is self.mesh else self.on(target)
         if compiler_options:
             step = step._with(compiler_options={**self._options.compiler_options, **compiler_options})
-        return compile_lowered(
-            step.lower(*args, **kwargs),
-            effort=effort,
-            timeout=timeout,
-            cache=cache,
-            progress=progress,
-            name=getattr(self, "__name__", "step"),
-            plan=step.plan(*args, **kwargs),
-            mesh=step.mesh,
-        )
+        lowered, plan = step.lower(*args, **kwargs), step.plan(*args, **kwargs)
+        how: Any = {"effort": effort, "timeout": timeout, "cache": cache, "progress": progress}
+        return compile_lowered(lowered, name=getattr(self, "__name__", "step"), plan=plan, mesh=step.mesh, **how)
 
     def export(
         self, /, *args: Any, platforms: Sequence[str] | None = None, disabled_checks: Sequence[Any] = (), **kwargs: Any
@@ -540,8 +524,7 @@ class Jitted(Generic[P, R]):
         compiled = self._caches.compiled.get(call.key)
         if compiled is None:
             with without_gc(cached=True):
-                traced = self._trace(call)
-                plan = self._plan(call)
+                traced, plan = self._trace(call), self._plan(call)
                 flat, mesh, names_off = self._flat(call), with_devices(self.mesh), self._no_names(traced.explicit)
                 compiled = lower_step(plan, traced, flat, mesh, self._options, names_off)
             self._caches.compiled.put(call.key, compiled)
@@ -557,7 +540,7 @@ class Jitted(Generic[P, R]):
         Args:
           explicit: :attr:`TracedStep.explicit`.
         """
-        axes = {*self.mesh.axis_names, *(a for r in self.layout.rules for a in r.axes)}
+        axes = {*self.mesh.axis_names, *self.layout.axes}
         return functools.partial(capture_names, axes, explicit)
 
     @contextlib.contextmanager
@@ -592,7 +575,7 @@ def with_devices(mesh: AnyMesh, why: str = "") -> Mesh:
     return mesh
 
 
-def trace_compiled(compiled: CompiledStep, call: Call, *, name: str, keep_unused: bool) -> jax.stages.Traced:
+def trace_compiled(compiled: CompiledStep, call: Call, name: str, keep_unused: bool) -> jax.stages.Traced:
     """The ``jax.stages.Traced`` of a compiled step as a function of the call's own tree of arguments, without its static ones.
 
     Args:

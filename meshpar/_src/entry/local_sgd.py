@@ -120,9 +120,8 @@ def local_sgd(
         mean = "blend=1.0: replicas continue from the outer parameters; blend=0.5: from the mean of these and their own"
         raise UnsupportedError(f"{API}: blend={blend}, which must be above 0 and at most 1", fixes=[mean])
     if own := [name for name in OWN_OPTIONS if getattr(settings, name) is not None]:
-        raise UnsupportedError(
-            f"{API} donates the state, and has no static arguments: {', '.join(own)}", fixes=["leave it out"]
-        )
+        text = f"{API} donates the state, and has no static arguments: {', '.join(own)}"
+        raise UnsupportedError(text, fixes=["leave it out"])
     rules = Layout(rules, optional=True).with_first([Rule(REPLICA, (over,))])
     combine = None if exchange is None else optax.with_extra_args_support(exchange)
     return LocalSgd(step, where, rules, settings, where.shape[over], every, outer, combine, fragments, blend)
@@ -217,14 +216,14 @@ class LocalSgd:
                 fixes=[f"fragments={len(params)} or less"],
             )
         paths = sorted(params)
-        total, done, k = sum(math.prod(x.shape) for x in params.values()), 0, 0
-        found: list[list[str]] = [[] for _ in range(self.fragments)]
+        total, done = sum(math.prod(x.shape) for x in params.values()), 0
+        found: list[list[str]] = [[]]
         for i, path in enumerate(paths):
-            size = math.prod(params[path].shape)
-            is_full = done + size / 2 > (k + 1) * total / self.fragments
-            if found[k] and k + 1 < self.fragments and (is_full or len(paths) - i <= self.fragments - 1 - k):
-                k += 1
-            found[k].append(path)
+            size, left = math.prod(params[path].shape), self.fragments - len(found)
+            is_full = done + size / 2 > len(found) * total / self.fragments
+            if found[-1] and left and (is_full or len(paths) - i <= left):
+                found.append([])
+            found[-1].append(path)
             done += size
         return found
 

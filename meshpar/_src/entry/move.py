@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -87,9 +88,8 @@ def move(
     tree, prepare = variables(params), None
     where = _ends(tree, source, dims)
     if contract is None and dtype is not None and not isinstance(dtype, Mapping) and dtype_of(dtype) == jnp.int8:
-        raise UnsupportedError(
-            "dtype=int8 needs contract=, the dims whose elements share a scale", fixes=['contract={"*/kernel": 0}']
-        )
+        needs = "dtype=int8 needs contract=, the dims whose elements share a scale"
+        raise UnsupportedError(needs, fixes=['contract={"*/kernel": 0}'])
     if contract is not None:
         tree, where, prepare = _quantized(tree, where, dtype, contract, dims)
         dtype = None
@@ -157,9 +157,8 @@ def _own_sharding(x: Any, path: str) -> NamedSharding | None:
         return None if s is not None and s.memory_kind == "pinned_host" else s
     if len(s.device_set) == 1:
         return NamedSharding(Mesh(np.array(list(s.device_set), dtype=object), ("device",)), PartitionSpec())
-    raise UnsupportedError(
-        f"{path} has the sharding {s}, which is over no mesh", path=path, fixes=["source=(mesh, layout)"]
-    )
+    text = f"{path} has the sharding {s}, which is over no mesh"
+    raise UnsupportedError(text, path=path, fixes=["source=(mesh, layout)"])
 
 
 def _of_step(step: Jitted[..., Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TreeArray]:
@@ -170,9 +169,8 @@ def _of_step(step: Jitted[..., Any], shapes: Mapping[str, tuple[int, ...]]) -> d
     """
     name, plan = getattr(step, "__name__", "the step"), step._caches.plans.latest()
     if plan is None:
-        raise UnsupportedError(
-            f"{name} was not planned yet", fixes=[f"{name}.plan(…), or a call", "or (mesh, layout) in its place"]
-        )
+        fixes = [f"{name}.plan(…), or a call", "or (mesh, layout) in its place"]
+        raise UnsupportedError(f"{name} was not planned yet", fixes=fixes)
     mesh = step.mesh
     if not isinstance(mesh, Mesh) and plan.topology is not None:
         mesh = described_mesh(dict(mesh.shape), plan.topology)
@@ -246,15 +244,10 @@ def _quantized(
         of = where[leaf.path.removesuffix(".codes").removesuffix(".scales")]
         assert of.sharding is not None
         sizes = of.sharding.mesh.shape
-        spec = [
-            axes if n % np.prod([sizes[a] for a in axes], dtype=int) == 0 else ()
-            for n, axes in zip(leaf.value.shape, spec_of(of.sharding, len(of.shape)), strict=True)
-        ]
-        out[leaf.path] = replace(
-            of,
-            shape=leaf.value.shape,
-            dtype=leaf.value.dtype,
-            sharding=NamedSharding(of.sharding.mesh, to_partition_spec(tuple(spec))),
-        )
+        shape, of_weight = leaf.value.shape, spec_of(of.sharding, len(of.shape))
+        divides = (n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, of_weight, strict=True))
+        spec = tuple(axes if fits else () for axes, fits in zip(of_weight, divides, strict=True))
+        sharding = NamedSharding(of.sharding.mesh, to_partition_spec(spec))
+        out[leaf.path] = replace(of, shape=shape, dtype=leaf.value.dtype, sharding=sharding)
     places = jax.tree.unflatten(jax.tree.structure(small), [x.sharding for x in out.values()])
     return small, out, lambda params: jax.jit(run, out_shardings=places)(variables(params))

@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ...errors import UnsupportedError
 from ..dims import DimsLike, PathDims, check_choice, did_you_mean, parse_names
@@ -74,51 +74,31 @@ class StepOptions:
 
     dims: PathDims = option(None)
     names: Mapping[str, str | None] | None = option(
-        None,
-        "--names",
-        "other names for names in the model: act_batch=batch, act_emb=_",
-        type=parse_names,
-        metavar="OLD=NEW,…",
+        None, "other names for names in the model: act_batch=batch, act_emb=_", type=parse_names, metavar="OLD=NEW,…"
     )
     lowering: Lowering = option(
         "auto",
-        "--lowering",
         "who partitions: meshpar (shard_map), XLA (jit), or meshpar unless an op has no local form (%(default)s)",
-        choices=get_args(Lowering),
     )
-    overlap: Mode | None = option(
-        None, "--overlap", "collective-matmul mode of the shard_map lowering (default: auto)", choices=MODES
-    )
-    schedule: ScheduleName = option(
-        "1f1b", "--schedule", "order of the slots of a pipeline (%(default)s)", choices=SCHEDULES
-    )
-    gather: GatherName | None = option(
-        None, "--gather", "when a loop over microbatches all-gathers weights (FSDP)", choices=GATHERS
-    )
-    strict: bool = option(False, "--strict", "two names for one dim are an error", action="store_true")
+    overlap: Mode | None = option(None, "collective-matmul mode of the shard_map lowering (default: auto)")
+    schedule: ScheduleName = option("1f1b", "order of the slots of a pipeline (%(default)s)")
+    gather: GatherName | None = option(None, "when a loop over microbatches all-gathers weights (FSDP)")
+    strict: bool = option(False, "two names for one dim are an error")
     static_argnums: int | Sequence[int] | None = None
     static_argnames: str | Iterable[str] | None = None
     donate_argnums: int | Sequence[int] | None = None
     donate_argnames: str | Iterable[str] | None = option(
         None,
-        "--donate",
         "an argument that the step may overwrite; several may be given (default: `state`, if there is one)",
         metavar="NAME",
         action="append",
+        flag="--donate",
     )
     keep_unused: bool = False
-    options: OptionsMode = option(
-        "auto",
-        "--options",
-        "options of the TPU compiler: meshpar's, or none (%(default)s)",
-        choices=get_args(OptionsMode),
-    )
+    options: OptionsMode = option("auto", "options of the TPU compiler: meshpar's, or none (%(default)s)")
     compiler_options: Mapping[str, Any] = option(None)
     calibration: Calibrations = option(
-        None,
-        "--calibration",
-        "the result of `meshpar calibrate` on such devices, instead of the chip table",
-        metavar="FILE",
+        None, "the result of `meshpar calibrate` on such devices, instead of the chip table", metavar="FILE"
     )
 
     def __post_init__(self) -> None:
@@ -140,8 +120,7 @@ class StepOptions:
             "compiler_options": dict(self.compiler_options or {}),
             "calibration": calibrations(self.calibration),
         }
-        for name, value in normalized.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(normalized)
 
     @property
     def of_plan(self) -> dict[str, Any]:

@@ -25,9 +25,8 @@ def _is_command() -> bool:
     Python has ``-m`` in place of the latter's path until it has imported the package.
     """
     script = os.path.splitext(os.path.basename(sys.argv[0]))[0]
-    return script == "meshpar" or (
-        script in ("-m", "__main__") and not {"meshpar", "-mmeshpar"}.isdisjoint(sys.orig_argv)
-    )
+    as_module = script in ("-m", "__main__") and not {"meshpar", "-mmeshpar"}.isdisjoint(sys.orig_argv)
+    return script == "meshpar" or as_module
 
 
 show()

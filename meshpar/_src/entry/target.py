@@ -86,9 +86,8 @@ def load_target(text: str, options: Mapping[str, Any] | None = None, arguments: 
         kind = f"{len(returned)} values" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
         raise TargetError(f"{text} returned {kind}", fixes=[_SHAPE])
     where = arguments if ":" in arguments else f"{text.rpartition(':')[0]}:{arguments}"
-    args, options, open_ended = _called(
-        where, *_function(where), options, "it returns the tuple of the step's arguments"
-    )
+    returns = "it returns the tuple of the step's arguments"
+    args, options, open_ended = _called(where, *_function(where), options, returns)
     args = tuple(args) if isinstance(args, tuple | list) else (args,)
     return Target(text, function, args, None, offered, options, open_ended)
 
@@ -179,9 +178,8 @@ def _file(where: str) -> ModuleType:
     """
     path = Path(where).resolve()
     if not path.is_file():
-        raise TargetError(
-            f"there is no file {where}", fixes=["the path of a Python file, from the folder that the command runs in"]
-        )
+        fix = "the path of a Python file, from the folder that the command runs in"
+        raise TargetError(f"there is no file {where}", fixes=[fix])
     _make_importable(path.parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
@@ -211,9 +209,8 @@ def _module(where: str) -> ModuleType:
                 f"{where} fails: {e}",
                 fixes=["install the packages that the module imports, or run with --debug for the traceback"],
             ) from e
-        raise TargetError(
-            f"there is no module {where}", fixes=["a file is written with its suffix: file.py:function"]
-        ) from e
+        fix = "a file is written with its suffix: file.py:function"
+        raise TargetError(f"there is no module {where}", fixes=[fix]) from e
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:

@@ -144,27 +144,13 @@ def trace_call(
                 "or make it inside of the step: jax.new_ref(x)",
             ],
         )
-    unchanged: dict[int, int] = {}
-    if flat.tag is None:
-        results = flatten_named(shapes)
-    else:  # updated objects have the paths of the arguments
-        args, kwargs, out = shapes
-        updated = named_arguments(args, kwargs, argument_path)
-        results = [*updated, *flatten_named(out)]
-        positions = {id(var): i for i, var in enumerate(closed.jaxpr.invars)}
-        unchanged = {
-            o: positions[id(var)] for o, var in enumerate(closed.jaxpr.outvars[: len(updated)]) if id(var) in positions
-        }
+    results, unchanged = _results_of(flat, closed, shapes, argument_path)
     carried |= rename_leaves(results, patterns) | constrained
     if (unknown := patterns.names.keys() - carried) and not init:
-        of_model = (
-            f"the names that it has: {', '.join(sorted(carried))}" if carried else "it has no names: give some, dims=…"
-        )
-        raise UnknownDimError(
-            f"names={{{min(unknown)!r}: …}}: no metadata and no constraint of the model has this name",
-            dim=min(unknown),
-            fixes=[of_model],
-        )
+        name, known = min(unknown), ", ".join(sorted(carried))
+        fix = f"the names that it has: {known}" if known else "it has no names: give some, dims=…"
+        text = f"names={{{name!r}: …}}: no metadata and no constraint of the model has this name"
+        raise UnknownDimError(text, dim=name, fixes=[fix])
     hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
     # a renamed result has its new names, not the names of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
@@ -198,6 +184,19 @@ def trace_call(
     program.joins = [_with_parameters(join, program, patterns) for join in program.joins]
     program.written = written
     return TracedStep(program, flat.out_tree, flat.fixed, tuple(closed.in_avals), unchanged, explicit)
+
+
+def _results_of(
+    flat: FlatFunction, closed: ClosedJaxpr, shapes: Any, argument_path: ArgumentPath
+) -> tuple[list[Leaf], dict[int, int]]:
+    """The leaves of the results of a traced function, ``shapes``, and :attr:`TracedStep.unchanged`."""
+    if flat.tag is None:
+        return flatten_named(shapes), {}
+    args, kwargs, out = shapes
+    updated = named_arguments(args, kwargs, argument_path)  # objects of nnx, which have the paths of the arguments
+    positions = {id(var): i for i, var in enumerate(closed.jaxpr.invars)}
+    new = enumerate(map(id, closed.jaxpr.outvars[: len(updated)]))
+    return [*updated, *flatten_named(out)], {o: positions[var] for o, var in new if var in positions}
 
 
 def _trace_on(
@@ -561,9 +560,8 @@ def _narrower(pattern: str, dims: Sequence[Any], leaves: Sequence[Leaf]) -> str 
     which also matches the factored moments of Adafactor. The first with the most matches; None: there is no such pattern."""
     if not pattern.startswith("*") or ... in dims:
         return None
-    fits: dict[str, bool] = {
-        leaf.path: np.ndim(leaf.value) == len(dims) for leaf in leaves if path_matches(pattern, leaf.path)
-    }
+    matching = (leaf for leaf in leaves if path_matches(pattern, leaf.path))
+    fits = {leaf.path: np.ndim(leaf.value) == len(dims) for leaf in matching}
     segments = dict.fromkeys(segment for path, good in fits.items() if good for segment in path.split("/")[:-1])
     candidates = [f"*{segment}{between}{pattern[1:]}" for between in ("", "*") for segment in segments]
     matched = {p: [good for path, good in fits.items() if path_matches(p, path)] for p in candidates}
@@ -609,9 +607,8 @@ def _check_patterns(
         initializer, a pattern may match no path if another one matches and no path is similar.
     """
     paths = list(dict.fromkeys(leaf.path for leaf in sorted(leaves, key=lambda leaf: leaf.kind == "opt")))
-    unnamed = [
-        leaf.path for leaf in leaves if leaf.kind != "opt" and np.ndim(leaf.value) and not patterns.match(leaf.path)
-    ]
+    arrays = (leaf.path for leaf in leaves if leaf.kind != "opt" and np.ndim(leaf.value))
+    unnamed = [path for path in arrays if not patterns.match(path)]
     for pattern, _ in patterns.items:
         if pattern in used:
             for text, alone in alternatives(pattern):
@@ -635,9 +632,8 @@ def _check_patterns(
         if init and used and not fixes:
             continue  # of the batch: a step and its initializer may share one mapping
         of_state = {leaf.path for leaf in leaves if leaf.kind == "opt"}
-        listed = sorted(
-            paths, key=lambda p: (p in of_state, p not in unnamed, -difflib.SequenceMatcher(None, pattern, p).ratio())
-        )
+        unlike = {p: -difflib.SequenceMatcher(None, pattern, p).ratio() for p in paths}
+        listed = sorted(paths, key=lambda p: (p in of_state, p not in unnamed, unlike[p]))
         shown = list(dict.fromkeys(re.sub(r"(?<=[/_])\d+(?=/)", "*", p) for p in listed))  # one for all layers
         first, starts = pattern.partition("/")[0], sorted({path.partition("/")[0] for path in paths})
         lists = (path for path in _number_lists(leaves) if path_matches(pattern, path))

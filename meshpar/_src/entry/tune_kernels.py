@@ -192,7 +192,7 @@ def _show(tables: tuning.Table, file: Path) -> None:
                 attributes.append("")
     columns = [("matmul", ""), ("rows, K, N", ""), ("options", ""), ("ms", "n"), ("analytic", "n")]
     title = f"tiles of the grouped matmuls: medians, also of the analytic choice; {file}"
-    table = Table(columns, rows, title, attributes).terminal()
-    print(
-        shown_text(table) if rows else f"No tile was measured yet: neither the shipped table nor {file} has an entry."
-    )
+    if rows:
+        print(shown_text(Table(columns, rows, title, attributes).terminal()))
+    else:
+        print(f"No tile was measured yet: neither the shipped table nor {file} has an entry.")

@@ -2,11 +2,11 @@
 
 .. code-block:: text
 
-    lab             what Python has: the plan that the page shows, a server, a widget
-    session         drafts of layouts in, plans as JSON out
-    view            a plan as JSON for the page
-    jobs            searches and compilations in the background
-    server, widget  the page in a browser of this machine, and in a notebook
+    lab      what Python has: the plan that the page shows, a server, a widget for notebooks
+    session  drafts of layouts in, plans as JSON out
+    view     a plan as JSON for the page
+    jobs     searches and compilations in the background
+    server   the page in a browser of this machine
 """
 
 from .lab import Lab

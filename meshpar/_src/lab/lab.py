@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from typing import Any
 
+from ...errors import UnsupportedError
 from ..layout import UNSHARDED
 from ..plan_api import Plan
+from ..report.document import front_end
 from .session import Session
 
 
@@ -76,11 +79,37 @@ class Lab:
     def _repr_mimebundle_(self, **options: Any) -> Any:
         """The MIME bundle of the widget that displays the lab in a notebook; the widget is created by the first call."""
         if self._widget is None:
-            from .widget import widget_of
-
             self._widget = widget_of(self.session)
         return self._widget._repr_mimebundle_(**options)
 
     def __repr__(self) -> str:
         where = f" of {self.topology}" if self.topology else ""
         return f"<Lab of {self.session.name} on {self.mesh}{where}: {self.layout or UNSHARDED}>"
+
+
+def widget_of(session: Session) -> Any:
+    """The page as an :class:`anywidget.AnyWidget`.
+
+    Raises:
+      UnsupportedError: anywidget is not installed.
+    """
+    if importlib.util.find_spec("anywidget") is None:
+        raise UnsupportedError(
+            "a lab in a notebook needs anywidget, which is not installed",
+            fixes=["pip install 'meshpar[lab]'", "or open it in a browser: lab.serve()"],
+        )
+    import anywidget
+
+    css, js = front_end("lab")
+
+    class Page(anywidget.AnyWidget):
+        _esm = js
+        _css = css
+
+    def answer(widget: Any, message: Any, buffers: Any) -> None:
+        if isinstance(message, dict):
+            widget.send({"number": message.get("number"), "reply": session.handle(message.get("request"))})
+
+    page = Page()
+    page.on_msg(answer)
+    return page

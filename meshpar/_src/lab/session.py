@@ -88,7 +88,7 @@ class _Row:
     @property
     def axes(self) -> list[str] | None:
         """The axes of its rules; None if its text is not a layout."""
-        return None if self.layout is None else _axes(self.layout)
+        return None if self.layout is None else list(self.layout.axes)
 
     def has(self, rule: str | None) -> bool:
         """Whether it is enabled, and its text or one of its rules is ``rule``."""
@@ -238,10 +238,9 @@ class Session:
     def _replanned(self, draft: Draft) -> Plan:
         """The plan of a draft. :attr:`_plan` is the same, with a cache."""
         where, base = _place(draft.mesh, draft.topology), self._of(draft).base
+        how: Any = {"topology": draft.topology or "", "lowering": draft.lowering or None}
         with quiet():
-            return base.replan(
-                layout=draft.layout, mesh=where, topology=draft.topology or "", lowering=draft.lowering or None
-            )
+            return base.replan(layout=draft.layout, mesh=where, **how)
 
     def _of(self, draft: Draft) -> Session:
         """The session of the program with the sizes and names of a draft. :attr:`_sized` and :attr:`_named` are :meth:`_resized`
@@ -267,9 +266,8 @@ class Session:
             )
         new = parse_names(names)
         if unknown := new.keys() - {dim for dims in self.patterns.values() for dim in dims.split()}:
-            raise TargetError(
-                f"`{min(unknown)}` is no inferred name of this target", fixes=["`meshpar names` lists them"]
-            )
+            text = f"`{min(unknown)}` is no inferred name of this target"
+            raise TargetError(text, fixes=["`meshpar names` lists them"])
         patterns = {p: " ".join(new.get(dim, dim) for dim in dims.split()) for p, dims in self.patterns.items()}
         session = self.renamed(patterns)
         session.patterns = patterns
@@ -283,9 +281,8 @@ class Session:
         """
         changed = {name: n for name, n in _parse_sizes(sizes).items() if self.sizes.get(name) != n}
         if unknown := ", ".join(sorted(changed.keys() - self.sizes.keys())):
-            raise TargetError(
-                f"`{unknown}` is no size of this target", fixes=[f"its sizes are {', '.join(self.sizes) or '(none)'}"]
-            )
+            fix = f"its sizes are {', '.join(self.sizes) or '(none)'}"
+            raise TargetError(f"`{unknown}` is no size of this target", fixes=[fix])
         return self if self.resized is None or not changed else self.resized(changed)
 
     def _view(
@@ -348,7 +345,7 @@ class Session:
         names = self._of(where).base.program.all_names()
         for name, text in {**self._layouts, **{n: str(p()) for n, p in PRESETS.items()}}.items():
             layout = Layout(text)
-            axes = _axes(layout)
+            axes = list(layout.axes)
             asks = grouped((rule.axes, rule.dim) for rule in layout.rules)
             lacks = any(names.isdisjoint(dims) for dims in (*asks.values(), characteristic_dims(layout)))
             if lacks or (slices == 1 and BETWEEN_SLICES in axes):
@@ -461,9 +458,8 @@ def _parse_sizes(text: str) -> dict[str, int]:
     """
 
     def wrong(part: str) -> TargetError:
-        return TargetError(
-            f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}", fixes=["batch=32, seq=4096"]
-        )
+        text = f"`{part}` is not `name=size` with a size from 1 to {MAX_SIZE}"
+        return TargetError(text, fixes=["batch=32, seq=4096"])
 
     pairs = parse_pairs(text, wrong)
     for name, value in pairs.items():
@@ -487,17 +483,12 @@ def _place(mesh: str, topology: str | None) -> Any:
     """
     sizes = parse_mesh(mesh)
     if math.prod(sizes.values()) > MAX_DEVICES:
-        raise MeshError(
-            f"mesh ({mesh}) has more than {MAX_DEVICES} devices", fixes=[f"a mesh of at most {MAX_DEVICES} devices"]
-        )
+        fix = f"a mesh of at most {MAX_DEVICES} devices"
+        raise MeshError(f"mesh ({mesh}) has more than {MAX_DEVICES} devices", fixes=[fix])
     return planned_mesh(mesh, topology)
 
 
 # -- known layouts
-
-
-def _axes(layout: Layout) -> list[str]:
-    return list(dict.fromkeys(a for rule in layout.rules for a in rule.axes))
 
 
 def _meshes_of(axes: Sequence[str], devices: int) -> Iterator[str]:

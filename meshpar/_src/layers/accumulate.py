@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import DivisibilityError, LayoutSyntaxError, UnsupportedError
+from ...errors import DivisibilityError, LayoutSyntaxError, MeshparError, UnsupportedError
 from ..compat import nnx
 from ..compat.jax import axes_of_spec, user_stacklevel
 from ..global_arrays import is_key
@@ -63,32 +63,11 @@ def accumulate_gradients(
       True
     """
     if microbatches < 1:
-        raise LayoutSyntaxError(
-            f"mp.train.accumulate_gradients: microbatches={microbatches}, which must be at least 1",
-            fixes=["microbatches=1 computes the gradient of the full batch at once"],
-        )
+        fix = "microbatches=1 computes the gradient of the full batch at once"
+        raise _refused(LayoutSyntaxError, f"microbatches={microbatches}, which must be at least 1", fix)
     given = None if argnums is None and argnames is None else [*_listed(argnums), *_listed(argnames)]
     keys = [*_listed(key_argnums), *_listed(key_argnames)]
     _check_roles(given, keys)
-
-    def microbatched(x: Any) -> Any:
-        """An array [batch, …] as [microbatches, batch / microbatches, …]; microbatch i has the rows i, i +
-        microbatches, …
-
-        Raises:
-          DivisibilityError: it is a scalar, or the number of microbatches does not divide its first dim.
-        """
-        shape = np.shape(x)
-        if not shape or shape[0] % microbatches:
-            raise DivisibilityError(
-                f"mp.train.accumulate_gradients: a batch of shape {list(shape)} does not divide into {microbatches} microbatches",
-                shape=shape,
-                fixes=[
-                    f"make its leading dim a multiple of {microbatches}",
-                    "or list the batches in argnums= or argnames=",
-                ],
-            )
-        return jnp.moveaxis(jnp.reshape(x, (shape[0] // microbatches, microbatches, *shape[1:])), 1, 0)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -98,11 +77,9 @@ def accumulate_gradients(
         batches, own_keys = _positive(given, len(args)), _positive(keys, len(args)) or []
         _check_roles(batches, own_keys)
         if missing := [str(a) for a in (*(batches or ()), *own_keys) if a not in arguments]:
-            positions = "argnums= and key_argnums= have positions, counted from 0 or, if negative, from the end"
-            raise UnsupportedError(
-                f"mp.train.accumulate_gradients: the call has no argument {', '.join(missing)}",
-                fixes=[f"{positions}; argnames= and key_argnames= have names of keywords"],
-            )
+            fix = "argnums= and key_argnums= have positions, counted from 0 or, if negative, from the end; "
+            fix += "argnames= and key_argnames= have names of keywords"
+            raise _refused(UnsupportedError, f"the call has no argument {', '.join(missing)}", fix)
         if microbatches == 1:
             return _called(fn, arguments | {a: _folded(arguments[a], 0) for a in own_keys})
         _warn_of_keys(arguments, {*own_keys, *(batches or ())})
@@ -111,18 +88,16 @@ def accumulate_gradients(
         leaves, structure = nnx.flatten_to_nodes((args, kwargs))
         nodes = {n: x for n, x in enumerate(leaves) if nnx.is_graph_node(x)}
         graph, params, variables = nnx.split([*nodes.values()], nnx.Param, ...) if nodes else (None, None, None)
-        _check_rows({a: arguments[a] for a in where})
         if not where and not own_keys:
-            raise UnsupportedError(
-                f"mp.train.accumulate_gradients: no argument of {getattr(fn, '__name__', 'the function')} is a batch to divide "
-                f"into {microbatches} microbatches",
-                fixes=[
-                    "give the batch as an argument after the first, and not in a closure: "
-                    "jax.value_and_grad(lambda params, x: …)(params, x)",
-                    "or say in argnums= or argnames= which arguments are batches",
-                ],
+            name = getattr(fn, "__name__", "the function")
+            raise _refused(
+                UnsupportedError,
+                f"no argument of {name} is a batch to divide into {microbatches} microbatches",
+                "give the batch as an argument after the first, and not in a closure: "
+                "jax.value_and_grad(lambda params, x: …)(params, x)",
+                "or say in argnums= or argnames= which arguments are batches",
             )
-        xs = [jax.tree.map(microbatched, arguments[a]) for a in where]
+        xs = _microbatches({a: arguments[a] for a in where}, microbatches)
         if own_keys:
             xs.append(jnp.arange(microbatches))
 
@@ -180,10 +155,8 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
       64
     """
     if rows < 1:
-        raise LayoutSyntaxError(
-            f"mp.train.microbatches_for: rows={rows}, which must be at least 1",
-            fixes=["rows of a microbatch on one device: at least 1"],
-        )
+        text = f"mp.train.microbatches_for: rows={rows}, which must be at least 1"
+        raise LayoutSyntaxError(text, fixes=["rows of a microbatch on one device: at least 1"])
     spec = Layout(layout).spec((dim,), mesh, (batch,), path="the batch")
     parts = math.prod(mesh.shape[a] for a in axes_of_spec(spec, 1)[0])
     each = batch // parts
@@ -204,9 +177,12 @@ def _check_roles(batches: Sequence[int | str] | None, keys: Sequence[int | str])
     """Raise LayoutSyntaxError if an argument is a batch and a key."""
     if both := [str(a) for a in batches or () if a in keys]:
         fix = "argnums and argnames have batches, which are divided; key_argnums and key_argnames keys, which are not"
-        raise LayoutSyntaxError(
-            f"mp.train.accumulate_gradients: argument {', '.join(both)} is both a batch and a key", fixes=[fix]
-        )
+        raise _refused(LayoutSyntaxError, f"argument {', '.join(both)} is both a batch and a key", fix)
+
+
+def _refused(kind: type[MeshparError], text: str, *fixes: str, shape: Sequence[int] | None = None) -> MeshparError:
+    """The error for a call of :func:`accumulate_gradients`."""
+    return kind(f"mp.train.accumulate_gradients: {text}", shape=shape, fixes=fixes)
 
 
 def _called(fn: Callable[..., Any], arguments: Mapping[int | str, Any]) -> Any:
@@ -224,12 +200,9 @@ def _folded(keys: Any, microbatch: Any) -> Any:
     for key in jax.tree.leaves(keys):
         dtype = jnp.result_type(key)
         if not jnp.issubdtype(dtype, jax.dtypes.prng_key) and dtype != jnp.uint32:
-            raise UnsupportedError(
-                f"mp.train.accumulate_gradients: an argument in key_argnums or key_argnames is an array of "
-                f"{dtype}{list(np.shape(key))}, and no PRNG key",
-                shape=np.shape(key),
-                fixes=["key_argnums= has the positions of keys, counted from 0: jax.random.key(0)"],
-            )
+            text = f"an argument in key_argnums or key_argnames is an array of {dtype}{list(np.shape(key))}, and no PRNG key"
+            fix = "key_argnums= has the positions of keys, counted from 0: jax.random.key(0)"
+            raise _refused(UnsupportedError, text, fix, shape=np.shape(key))
     return jax.tree.map(lambda key: jax.random.fold_in(key, microbatch), keys)
 
 
@@ -273,22 +246,30 @@ def _has_rows(argument: Any) -> bool:
     )
 
 
-def _check_rows(batches: Mapping[int | str, Any]) -> None:
-    """Check that all arrays of the batches have the same leading size.
+def _microbatches(batches: Mapping[int | str, Any], count: int) -> list[Any]:
+    """The batches with each array [batch, …] as [count, batch / count, …]; microbatch i has the rows i, i + count, …
 
     Args:
       batches: position or name of an argument → the argument.
 
     Raises:
-      DivisibilityError: they have not.
+      DivisibilityError: the arrays have several leading sizes, or ``count`` does not divide one.
     """
     rows = {i: {np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x)} for i, batch in batches.items()}
     if len(set().union(*rows.values())) > 1:
         text = ", ".join(f"argument {i}: {' and '.join(map(str, sorted(sizes)))}" for i, sizes in rows.items())
-        raise DivisibilityError(
-            f"mp.train.accumulate_gradients: the arrays of the batch have different leading sizes ({text})",
-            fixes=["list the arguments that are batches: argnums=1, or argnums=(1, 2)"],
-        )
+        fix = "list the arguments that are batches: argnums=1, or argnums=(1, 2)"
+        raise _refused(DivisibilityError, f"the arrays of the batch have different leading sizes ({text})", fix)
+
+    def split(x: Any) -> jax.Array:
+        shape = np.shape(x)
+        if not shape or shape[0] % count:
+            text = f"a batch of shape {list(shape)} does not divide into {count} microbatches"
+            fixes = f"make its leading dim a multiple of {count}", "or list the batches in argnums= or argnames="
+            raise _refused(DivisibilityError, text, *fixes, shape=shape)
+        return jnp.moveaxis(jnp.reshape(x, (shape[0] // count, count, *shape[1:])), 1, 0)
+
+    return [jax.tree.map(split, batch) for batch in batches.values()]
 
 
 def _zeros(path: Any, like: Any) -> jax.Array:
@@ -303,11 +284,8 @@ def _zeros(path: Any, like: Any) -> jax.Array:
             counts = "counts the microbatches in which it is true: 0 if in none, their number if in all"
             fraction = "flag.astype(jnp.float32) gives their fraction"
             what, fixes = "boolean", [f"flag.astype(jnp.int32) {counts}", fraction]
-        raise UnsupportedError(
-            f"mp.train.accumulate_gradients: the result{jax.tree_util.keystr(path)} is a {what}, which is "
-            "neither averaged nor summed over the microbatches",
-            fixes=fixes,
-        )
+        text = f"{what}, which is neither averaged nor summed over the microbatches"
+        raise _refused(UnsupportedError, f"the result{jax.tree_util.keystr(path)} is a {text}", *fixes)
     if like.dtype == jax.dtypes.float0:
         return jnp.zeros((), bool)
     is_float = jnp.issubdtype(like.dtype, jnp.inexact)

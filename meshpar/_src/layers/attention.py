@@ -6,6 +6,7 @@ that the forward op is not recomputed. The result does not depend on the layout.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from ...errors import MeshparError, RankError
 from ..compat.jax import default_promotion
 from ..program.declare import kernel_rule
 from ..program.kernels import KernelSend, KernelWork, ShardCounts
+from ..rules.spmd import GroupedAxes
 
 Options = tuple[tuple[str, Any], ...]
 OUT = "batch {seq} (kv_heads group) value_dim!"
@@ -97,9 +99,9 @@ def attention(
     options |= {"strategy": strategy, "zigzag": 1, **tuning}
     static = tuple(sorted(options.items()))
     operands = _unpack((q, k, v, *more), form)
-    _plan(operands, {}, {**options, "strategy": "ring"})  # on one device: all but the strategy
+    _plan(operands, {}, {**options, "strategy": "ring"}, {})  # on one device: all but the strategy
     if strategy not in (None, "ring"):
-        _plan(operands, {}, options)
+        _plan(operands, {}, options, {})
     return _attend(static, form, q, k, v, *more)
 
 
@@ -123,7 +125,7 @@ def _plan(
     operands: api.Operands,
     axes: Mapping[str, tuple[str, ...]],
     options: Mapping[str, Any],
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int],
 ) -> api.Plan:
     """The :class:`Plan` of ``meshpar_kernels.ring_attention``: the strategy, kernel and block sizes for the operands of
     one device.
@@ -132,19 +134,29 @@ def _plan(
       operands: q, k, v and segment ids; shards, or their ``ShapeDtypeStruct``s.
       axes: ``"seq"`` → the mesh axes that shard the sequence; other factors are ignored.
       options: keyword arguments of ``ring_attention.Options``.
-      sizes: mesh axis → size; None: as in the surrounding ``shard_map``.
+      sizes: mesh axis → size.
 
     Raises:
       MeshparError: shapes or options that do not fit.
     """
-    over = {a: lax.axis_size(a) if sizes is None else sizes[a] for a in axes.get("seq", ())}
+    over = {a: sizes[a] for a in axes.get("seq", ()) if sizes[a] > 1}
     try:
-        return api.plan(operands, {a: n for a, n in over.items() if n > 1}, api.Options(**options))
+        return api.plan(operands, over, api.Options(**options))
     except ValueError as error:
-        raise MeshparError(
-            str(error).replace("ring_attention:", "mp.layers.attention:", 1),
-            fixes=["sizes, axes and options as in the docstring of mp.layers.attention"],
-        ) from None
+        text = str(error).replace("ring_attention:", "mp.layers.attention:", 1)
+        raise MeshparError(text, fixes=["sizes, axes and options as in the docstring of mp.layers.attention"]) from None
+
+
+def _local_plan(operands: api.Operands, axes: Mapping[str, tuple[str, ...]], options: Mapping[str, Any]) -> api.Plan:
+    """The plan within a ``shard_map``. The strategy is chosen for the axes of the planned mesh, as the planner chooses it, and runs
+    over the axes that these are divided into on a torus."""
+    over = axes.get("seq", ())
+    groups = over.groups if isinstance(over, GroupedAxes) else {a: (a,) for a in over}
+    sizes = {a: math.prod(map(lax.axis_size, names)) for a, names in groups.items()}
+    c, strategy = _plan(operands, {"seq": tuple(groups)}, options, sizes)
+    names = tuple(n for a in c.axes for n in groups[a])
+    inner = sum(len(groups[a]) for a in c.axes[len(c.axes) - c.inner :])
+    return api.Plan(dataclasses.replace(c, axes=names, sizes=tuple(map(lax.axis_size, names)), inner=inner), strategy)
 
 
 # -- the two ops
@@ -160,13 +172,10 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
     forward_text = f"{', '.join(operands)} -> {out}, {rows}"
     backward_text = f"{', '.join([*operands, out, rows, out])} -> {q}, {k}, {v}"
 
-    def forward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
-        operands = _unpack(args, form)
-        return api.forward(_plan(operands, axes, options), operands)
-
-    def backward_local(*args: Any, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
-        operands, (out, lse, grad) = _unpack(args, form), args[3 + form.ids + form.placed :]
-        return api.backward(_plan(operands, axes, options), operands, out, lse, grad)
+    def local(*args: Any, way: int, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
+        operands, results = _unpack(args, form), args[3 + form.ids + form.placed :]
+        run = api.backward if way else api.forward
+        return run(_local_plan(operands, axes, options), operands, *results)
 
     def sends(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> list[KernelSend]:
         """The collectives of one pass on one device; ``way`` is 0 for the forward pass, and 1 for the backward pass."""
@@ -187,19 +196,17 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
         matmuls = 2.0 * math.prod(q.shape[:3]) * k.shape[1] * (q.shape[3] + v.shape[3])  # of all scores
         return KernelWork(*work_of(c, strategy, q, k, v)[way], model_flops=(1 + way) * matmuls)
 
-    def op(text: str, local: Callable[..., Any], way: int, name: str) -> Callable[..., Any]:
-        """The kernel with the rule ``text`` and the name ``name``; ``local`` computes it on the shards of one device."""
+    def op(text: str, way: int, name: str) -> Callable[..., Any]:
+        """The kernel with the rule ``text`` and the name ``name``."""
 
         def unsharded(*args: Any, **options: Any) -> Any:
-            return local(*args, axes={}, **options)
+            return local(*args, way=way, axes={}, **options)
 
         unsharded.__name__ = name
-        rule = kernel_rule(
-            text, local=local, sends=functools.partial(sends, way=way), works=functools.partial(works, way=way)
-        )
-        return rule(unsharded)
+        of_pass = functools.partial(functools.partial, way=way)
+        return kernel_rule(text, local=of_pass(local), sends=of_pass(sends), works=of_pass(works))(unsharded)
 
-    return op(forward_text, forward_local, 0, "attention"), op(backward_text, backward_local, 1, "attention backward")
+    return op(forward_text, 0, "attention"), op(backward_text, 1, "attention backward")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

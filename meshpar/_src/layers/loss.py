@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,16 +72,16 @@ def cross_entropy(
     weights = jax.lax.stop_gradient(weights)
     total = weights.sum()
     weights = weights / jnp.where(total == 0, 1.0, total)
-    label = 1 - label_smoothing
+    terms = _Terms(z_loss, 1 - label_smoothing)
     if kernel is None:
-        loss: Any = _of_logits(z_loss, label, hidden, labels, weights)
+        loss: Any = _of_logits(terms, hidden, labels, weights)
     elif over == "tokens":
         n = -(-kernel.shape[1] // MAX_CHUNK_WORDS) if chunks is None else max(1, chunks)
-        loss = _over_tokens(z_loss, label, math.gcd(n, labels.shape[-1]), hidden, kernel, labels, weights)
+        loss = _over_tokens(terms, math.gcd(n, labels.shape[-1]), hidden, kernel, labels, weights)
     else:
         pair: Any = _over_vocab(_divisor(chunks, kernel.shape[1]), hidden, kernel, labels)
         log_z, chosen = pair
-        loss = (weights * (log_z - label * chosen + z_loss * log_z**2)).sum()
+        loss = (weights * (log_z - terms.label * chosen + z_loss * log_z**2)).sum()
     if label_smoothing:  # the mean of a token's logits
         mean = hidden.mean(-1, jnp.float32) if kernel is None else hidden @ kernel.mean(-1, jnp.float32)
         loss -= label_smoothing * (weights * mean).sum()
@@ -98,21 +98,16 @@ def _check(hidden: jax.Array, kernel: jax.Array | None, labels: jax.Array, mask:
     fits = labels.shape == tokens and (mask is None or mask.shape == tokens) and labels.ndim > 0
     if not fits or (kernel is not None and (kernel.ndim != 2 or kernel.shape[0] != hidden.shape[-1])):
         shapes = ", ".join(str(x.shape) for x in (hidden, kernel, labels) if x is not None)
-        raise UnsupportedError(
-            f"mp.layers.cross_entropy: these shapes do not fit: {shapes}, mask {None if mask is None else mask.shape}",
-            fixes=[
-                "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask [..., seq]"
-            ],
-        )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise UnsupportedError(
-            f"mp.layers.cross_entropy: labels are integers, not {labels.dtype}", fixes=["labels.astype(jnp.int32)"]
-        )
-    if over not in ("vocab", "tokens"):
-        raise UnsupportedError(
-            f"mp.layers.cross_entropy: chunks are over 'vocab' or 'tokens', not over {over!r}",
-            fixes=['over="vocab" or over="tokens"'],
-        )
+        text = f"these shapes do not fit: {shapes}, mask {None if mask is None else mask.shape}"
+        fix = "logits [..., seq, vocab], or (hidden [..., seq, embed], kernel [embed, vocab]); labels and mask "
+        fix += "[..., seq]"
+    elif not jnp.issubdtype(labels.dtype, jnp.integer):
+        text, fix = f"labels are integers, not {labels.dtype}", "labels.astype(jnp.int32)"
+    elif over not in ("vocab", "tokens"):
+        text, fix = f"chunks are over 'vocab' or 'tokens', not over {over!r}", 'over="vocab" or over="tokens"'
+    else:
+        return
+    raise UnsupportedError(f"mp.layers.cross_entropy: {text}", fixes=[fix])
 
 
 def _divisor(chunks: int | None, vocab: int) -> int:
@@ -124,45 +119,43 @@ def _divisor(chunks: int | None, vocab: int) -> int:
     return next((n for n in range(least, 8 * least) if vocab % n == 0), 1)
 
 
-def _parts(
-    z: float, label: float, logits: jax.Array, labels: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(loss, log Z [..., seq], whether a word is the label [..., seq, vocab]) of float32 logits; ``label``: weight of the label's
-    logit."""
-    top = logits.max(-1, keepdims=True)
-    z_log = (top + jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True)))[..., 0]
-    hit = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
-    chosen = jnp.where(hit, logits, 0.0).sum(-1)
-    return (weights * (z_log - label * chosen + z * z_log**2)).sum(), z_log, hit
+class _Terms(NamedTuple):
+    """The terms of the loss of a token: the weight of log² Z, and the weight of the logit of its label."""
+
+    z: float
+    label: float
+
+    def loss(self, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, ...]:
+        """(loss, log Z [..., seq], whether a word is the label [..., seq, vocab]) of float32 logits."""
+        top = logits.max(-1, keepdims=True)
+        z_log = (top + jnp.log(jnp.exp(logits - top).sum(-1, keepdims=True)))[..., 0]
+        hit = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
+        chosen = jnp.where(hit, logits, 0.0).sum(-1)
+        return (weights * (z_log - self.label * chosen + self.z * z_log**2)).sum(), z_log, hit
+
+    def slope(self, logits: jax.Array, z_log: jax.Array, hit: jax.Array, weights: jax.Array) -> jax.Array:
+        """The derivative of the loss with respect to float32 logits, [..., seq, vocab]."""
+        soft = jnp.exp(logits - z_log[..., None]) * (1 + 2 * self.z * z_log)[..., None]
+        return weights[..., None] * (soft - jnp.where(hit, self.label, 0.0))
 
 
-def _slope(
-    z: float, label: float, logits: jax.Array, z_log: jax.Array, hit: jax.Array, weights: jax.Array
-) -> jax.Array:
-    """The derivative of the loss with respect to float32 logits, [..., seq, vocab]."""
-    soft = jnp.exp(logits - z_log[..., None]) * (1 + 2 * z * z_log)[..., None]
-    return weights[..., None] * (soft - jnp.where(hit, label, 0.0))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _of_logits(z: float, label: float, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _of_logits(terms: _Terms, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
     """The weighted loss of logits [..., seq, vocab]; the backward pass saves log Z, not the softmax."""
-    return _parts(z, label, logits.astype(jnp.float32), labels, weights)[0]
+    return terms.loss(logits.astype(jnp.float32), labels, weights)[0]
 
 
 @default_promotion()
-def _logits_forward(
-    z: float, label: float, logits: jax.Array, labels: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, Any]:
-    loss, z_log, _ = _parts(z, label, logits.astype(jnp.float32), labels, weights)
+def _logits_forward(terms: _Terms, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+    loss, z_log, _ = terms.loss(logits.astype(jnp.float32), labels, weights)
     return loss, (logits, z_log, labels, weights)
 
 
 @default_promotion()
-def _logits_backward(z: float, label: float, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _logits_backward(terms: _Terms, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     logits, z_log, labels, weights = saved
     hit = labels[..., None] == jnp.arange(logits.shape[-1], dtype=labels.dtype)
-    d = g * _slope(z, label, logits.astype(jnp.float32), z_log, hit, weights)
+    d = g * terms.slope(logits.astype(jnp.float32), z_log, hit, weights)
     return d.astype(logits.dtype), _no_derivative(labels), jnp.zeros_like(weights)
 
 
@@ -288,15 +281,13 @@ _over_vocab.defvjp(_vocab_forward, _vocab_backward)
 # -- chunks of the tokens: the gradients are saved
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _over_tokens(
-    z: float, smooth: float, n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array
-) -> jax.Array:
-    """The loss in ``n`` chunks of the tokens; ``smooth``: weight of the label's logit."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _over_tokens(terms: _Terms, n: int, hidden: Any, kernel: Any, labels: jax.Array, weights: jax.Array) -> jax.Array:
+    """The loss in ``n`` chunks of the tokens."""
 
     def add(loss: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x, label, weight = chunk
-        return loss + _parts(z, smooth, _logits_of(x, kernel), label, weight)[0], None
+        return loss + terms.loss(_logits_of(x, kernel), label, weight)[0], None
 
     chunks = tuple(_split_chunks(n, x, labels.ndim - 1) for x in (hidden, labels, weights))
     return jax.lax.scan(add, jnp.zeros((), jnp.float32), chunks)[0]
@@ -304,7 +295,7 @@ def _over_tokens(
 
 @default_promotion()
 def _tokens_forward(
-    z: float, smooth: float, n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array
+    terms: _Terms, n: int, hidden: jax.Array, kernel: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, Any]:
     """Forward pass of :func:`_over_tokens`: the loss (float32 scalar), and its gradients as residuals.
 
@@ -317,8 +308,8 @@ def _tokens_forward(
         of ``hidden``."""
         (total, d_kernel), (x, label, weight) = carry, chunk
         logits = _logits_of(x, kernel)
-        loss, z_log, hit = _parts(z, smooth, logits, label, weight)
-        d = _slope(z, smooth, logits, z_log, hit, weight).astype(hidden.dtype)
+        loss, z_log, hit = terms.loss(logits, label, weight)
+        d = terms.slope(logits, z_log, hit, weight).astype(hidden.dtype)
         d_x = jax.lax.dot_general(d, kernel, (((d.ndim - 1,), (1,)), ((), ())))
         return (total + loss, d_kernel + _dot(x, d, (rows, rows))), d_x.astype(hidden.dtype)
 
@@ -328,7 +319,7 @@ def _tokens_forward(
 
 
 @default_promotion()
-def _tokens_backward(z: float, smooth: float, n: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _tokens_backward(terms: _Terms, n: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     d_x, d_kernel, labels, weights = saved
     scaled = ((g * d.astype(jnp.float32)).astype(d.dtype) for d in (d_x, d_kernel))
     return *scaled, _no_derivative(labels), jnp.zeros_like(weights)

@@ -113,9 +113,8 @@ def low_bits(
         """The inner state in float32."""
         leaves, structure = jax.tree.flatten(state.codes)
         triples = zip(signs(state.codes), leaves, structure.flatten_up_to(state.exponents), strict=True)
-        return structure.unflatten(
-            [x if e is None or not sign else codes[sign].decode(Coded(x, e)) for sign, x, e in triples]
-        )
+        arrays = [x if e is None or not sign else codes[sign].decode(Coded(x, e)) for sign, x, e in triples]
+        return structure.unflatten(arrays)
 
     def init(params: Any) -> LowBitsState:
         inner = tx.init(params)

@@ -57,21 +57,18 @@ def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> o
     def init(params: Any) -> Any:
         """The state of ``tx``, with the moments in host memory."""
         state = tx.init(params)
-        owners = _owners(tx, state, params)
         leaves, tree = jax.tree.flatten(state)
-        return tree.unflatten(
-            [jax.device_put(x, _HOST) if k >= 0 and jnp.ndim(x) else x for x, k in zip(leaves, owners, strict=True)]
-        )
+        owned = zip(leaves, _owners(tx, state, params), strict=True)
+        return tree.unflatten([jax.device_put(x, _HOST) if k >= 0 and jnp.ndim(x) else x for x, k in owned])
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         """The updates and the new state of ``tx``."""
         step = _Step(tx, _owners(tx, state, updates), updates, state, params)
         stacked = [k for k, x in enumerate(step.updates) if layers is not None and jnp.ndim(x) > 1 and len(x) == layers]
         if layers is not None and not stacked:
-            raise UnsupportedError(
-                f"mp.train.offload: no parameter has {layers} layers: none has this leading size",
-                fixes=["layers= is the number of layers of stacked parameters; leave it out where none are stacked"],
-            )
+            text = f"mp.train.offload: no parameter has {layers} layers: none has this leading size"
+            fixes = ["layers= is the number of layers of stacked parameters; leave it out where none are stacked"]
+            raise UnsupportedError(text, fixes=fixes)
         step.check(stacked)
         if stacked:
             step.in_loop(stacked, layers or 0)
@@ -96,11 +93,12 @@ def _owners(tx: optax.GradientTransformation, state: Any, params: Any) -> list[i
 
 
 class _Leaves(NamedTuple):
-    """Arrays of some parameters: their updates, values (empty: ``tx`` is called without parameters) and leaves of the state."""
+    """Arrays of some parameters by number: their updates, their values (empty: ``tx`` is called without parameters), and the leaves
+    of the state that belong to them."""
 
-    updates: tuple[Any, ...]
-    params: tuple[Any, ...]
-    state: tuple[Any, ...]
+    updates: dict[int, Any]
+    params: dict[int, Any]
+    state: dict[int, Any]
 
 
 class _Step:
@@ -108,8 +106,8 @@ class _Step:
 
     Attributes:
       owners: as :func:`_owners`.
-      updates, params, state: the leaves, which the parts replace.
-      shared: the new leaves of the state that belong to no parameter; None: no part was updated yet.
+      updates, params, state: the leaves before the update.
+      new_updates, new_state: the computed leaves by number; of the state, also those that belong to no parameter.
     """
 
     def __init__(self, tx: optax.GradientTransformation, owners: list[int], updates: Any, state: Any, params: Any):
@@ -119,62 +117,45 @@ class _Step:
         self.params = [] if params is None else self.tree.flatten_up_to(params)
         self.state, self.state_tree = jax.tree.flatten(state)
         self.paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
-        self.scalars = [x for x, k in zip(self.state, owners, strict=True) if k < 0]
-        self.shared: list[Any] | None = None
-
-    def of(self, some: Sequence[int]) -> list[int]:
-        """The indices of the leaves of the state that belong to some parameters."""
-        return [i for i, k in enumerate(self.owners) if k in set(some)]
-
-    def part(self, some: Sequence[int], leaves: _Leaves) -> tuple[tuple[Any, ...], tuple[Any, ...], list[Any]]:
-        """``tx.update`` for some parameters: updates, leaves of the state, and leaves that belong to no parameter."""
-        absent = optax.MaskedNode()
-        rest = iter(self.scalars)
-        mine = dict(zip(self.of(some), leaves.state, strict=True))
-        state = [next(rest) if k < 0 else mine.get(i, absent) for i, k in enumerate(self.owners)]
-
-        def tree(arrays: Sequence[Any]) -> Any:
-            """A tree of the parameters with these arrays for some of them."""
-            given = dict(zip(some, arrays, strict=True))
-            return self.tree.unflatten([given.get(k, absent) for k in range(len(self.updates))])
-
-        params = tree(leaves.params) if leaves.params else None
-        updates, state = self.tx.update(tree(leaves.updates), self.state_tree.unflatten(state), params)
-        new = jax.tree.leaves(state)
-        kinds = [k for k in self.owners if k < 0 or k in set(some)]
-        of_some = tuple(x for x, k in zip(new, kinds, strict=True) if k >= 0)
-        return tuple(jax.tree.leaves(updates)), of_some, [x for x, k in zip(new, kinds, strict=True) if k < 0]
+        self.new_updates: dict[int, Any] = {}
+        self.new_state: dict[int, Any] = {}
 
     def leaves(self, some: Sequence[int]) -> _Leaves:
         """The arrays of some parameters."""
-        params = tuple(self.params[k] for k in some) if self.params else ()
-        return _Leaves(tuple(self.updates[k] for k in some), params, tuple(self.state[i] for i in self.of(some)))
+        params = {k: self.params[k] for k in some} if self.params else {}
+        state = {i: x for i, (x, k) in enumerate(zip(self.state, self.owners, strict=True)) if k in set(some)}
+        return _Leaves({k: self.updates[k] for k in some}, params, state)
 
-    def store(self, some: Sequence[int], updates: Sequence[Any], state: Sequence[Any], shared: list[Any]) -> None:
-        """Keep the results of some parameters; their moments are in host memory already."""
-        for k, x in zip(some, updates, strict=True):
-            self.updates[k] = x
-        for i, x in zip(self.of(some), state, strict=True):
-            self.state[i] = x
-        self.shared = shared
+    def part(self, leaves: _Leaves) -> tuple[dict[int, Any], dict[int, Any]]:
+        """``tx.update`` for some parameters: updates, and leaves of the state, with the ones that belong to no parameter."""
+        absent = optax.MaskedNode()
+
+        def tree(arrays: dict[int, Any]) -> Any:
+            return self.tree.unflatten([arrays.get(k, absent) for k in range(len(self.updates))])
+
+        before = {i: x for i, (x, k) in enumerate(zip(self.state, self.owners, strict=True)) if k < 0} | leaves.state
+        state = self.state_tree.unflatten([before.get(i, absent) for i in range(len(self.state))])
+        updates, state = self.tx.update(tree(leaves.updates), state, tree(leaves.params) if leaves.params else None)
+        new = jax.tree.leaves(updates), jax.tree.leaves(state)
+        return dict(zip(leaves.updates, new[0], strict=True)), dict(zip(sorted(before), new[1], strict=True))
 
     def in_loop(self, some: Sequence[int], layers: int) -> None:
         """Update stacked parameters in a loop over their layers; the moments of the next layer are copied meanwhile."""
         arrays = self.leaves(some)
 
-        def at(stacks: tuple[Any, ...], i: Any) -> tuple[Any, ...]:
+        def at(stacks: dict[int, Any], i: Any) -> dict[int, Any]:
             """Layer i of each stack."""
-            return tuple(lax.dynamic_index_in_dim(x, i, 0, keepdims=False) for x in stacks)
+            return {k: lax.dynamic_index_in_dim(x, i, 0, keepdims=False) for k, x in stacks.items()}
 
-        def put(stacks: tuple[Any, ...], layer: tuple[Any, ...], i: Any) -> tuple[Any, ...]:
+        def put(stacks: dict[int, Any], layer: dict[int, Any], i: Any) -> dict[int, Any]:
             """The stacks with another layer i."""
-            return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(stacks, layer, strict=True))
+            return {k: lax.dynamic_update_index_in_dim(x, layer[k], i, 0) for k, x in stacks.items()}
 
-        def updated(i: Any, updates: Any, state: Any, current: Any) -> tuple[Any, Any, list[Any]]:
-            """The stacks with layer i updated, from its moments on the device."""
-            layer = _Leaves(at(updates, i), at(arrays.params, i), current)
-            new, moments, shared = self.part(some, layer)
-            return put(updates, new, i), put(state, jax.device_put(moments, _HOST), i), shared
+        def updated(i: Any, updates: Any, state: Any, current: Any) -> tuple[Any, Any, Any]:
+            """(the stacks with layer i updated, from its moments on the device; the leaves that belong to no parameter)."""
+            new, leaves = self.part(_Leaves(at(updates, i), at(arrays.params, i), current))
+            moments = {k: leaves.pop(k) for k in state}
+            return put(updates, new, i), put(state, jax.device_put(moments, _HOST), i), leaves
 
         def body(i: Any, carry: Any) -> Any:
             """Update layer i while the moments of the next layer are copied to the device."""
@@ -184,31 +165,32 @@ class _Step:
             return updates, state, following, shared
 
         first = jax.device_put(at(arrays.state, 0), _DEVICE)
-        carry = arrays.updates, arrays.state, first, self.scalars
-        updates, state, last, _ = lax.fori_loop(0, layers - 1, body, carry)
-        self.store(some, *updated(layers - 1, updates, state, last))
+        shared = {i: x for i, (x, k) in enumerate(zip(self.state, self.owners, strict=True)) if k < 0}
+        updates, state, last, _ = lax.fori_loop(0, layers - 1, body, (arrays.updates, arrays.state, first, shared))
+        updates, state, shared = updated(layers - 1, updates, state, last)
+        self.new_updates |= updates
+        self.new_state |= state | shared
 
     def sequentially(self, some: Sequence[int]) -> None:
         """Update parameters one after the other; the moments of the next one are copied meanwhile."""
-        before: tuple[Any, ...] = ()  # the update before the last one: the next copy starts after it
-        last: tuple[Any, ...] = ()
+        before: dict[int, Any] = {}  # the update before the last one: the next copy starts after it
+        last: dict[int, Any] = {}
         for k in some:
             arrays = self.leaves([k])
-            stored = [x if jnp.ndim(x) else None for x in arrays.state]
-            if before and any(x is not None for x in stored):
+            stored = {i: x for i, x in arrays.state.items() if jnp.ndim(x)}
+            if before and stored:
                 stored, _ = lax.optimization_barrier((stored, before))
-            moments = tuple(
-                x if y is None else jax.device_put(y, _DEVICE) for x, y in zip(arrays.state, stored, strict=True)
-            )
-            new, state, shared = self.part([k], arrays._replace(state=moments))
+            moments = {i: jax.device_put(x, _DEVICE) for i, x in stored.items()}
+            new, state = self.part(arrays._replace(state=arrays.state | moments))
             before, last = last, new
-            self.store([k], new, tuple(jax.device_put(x, _HOST) if jnp.ndim(x) else x for x in state), shared)
+            self.new_updates |= new
+            self.new_state |= {i: jax.device_put(x, _HOST) if i in stored else x for i, x in state.items()}
 
     def result(self) -> tuple[Any, Any]:
         """The updates and the new state."""
-        rest = iter(self.scalars if self.shared is None else self.shared)
-        state = [next(rest) if k < 0 else x for x, k in zip(self.state, self.owners, strict=True)]
-        return self.tree.unflatten(self.updates), self.state_tree.unflatten(state)
+        state = [self.new_state.get(i, x) for i, x in enumerate(self.state)]
+        updates = [self.new_updates[k] for k in range(len(self.updates))]
+        return self.tree.unflatten(updates), self.state_tree.unflatten(state)
 
     def check(self, stacked: Sequence[int]) -> None:
         """Trace the update of all parameters at once, and refuse one that mixes them.
@@ -219,28 +201,23 @@ class _Step:
         every = range(len(self.updates))
         flat, tree = jax.tree.flatten(self.leaves(every))
         avals = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x) if hasattr(x, "dtype") else None) for x in flat]
-        closed = make_jaxpr(lambda *xs: self.part(every, tree.unflatten(xs)), *avals)
+        closed = make_jaxpr(lambda *xs: self.part(tree.unflatten(xs)), *avals)
         of_state = [k for k in self.owners if k >= 0]
         marks = [_Mark(frozenset({k})) for k in (*every, *(every if self.params else ()), *of_state)]
-        found = _marks(closed, marks)
-        expected = [*every, *of_state, *(-1 for k in self.owners if k < 0)]
-        for mark, k in zip(found, expected, strict=True):
-            others = sorted(mark.owners - {k})
+        for mark, k in zip(_marks(closed, marks), (*every, *self.owners), strict=True):
+            others, source = sorted(mark.owners - {k}), None
             if others:
                 names = ", ".join(self.paths[j] for j in others[:2])
                 of = f"the update of {self.paths[k]}" if k >= 0 else "a leaf of its state that belongs to no parameter"
-                raise UnsupportedError(
-                    f"mp.train.offload: {of} depends on other parameters ({names}), which are updated separately",
-                    fixes=[
-                        "offload the rest: optax.chain(optax.clip_by_global_norm(1.0), mp.train.offload(optax.adam(1e-3)))"
-                    ],
-                )
-            if k in stacked and mark.mixed is not None:
-                raise UnsupportedError(
-                    f"mp.train.offload: {mark.mixed.primitive.name} is not elementwise: it may mix the layers of {self.paths[k]}",
-                    source=source_line(mark.mixed),
-                    fixes=["leave out layers=, so that every parameter is updated at once"],
-                )
+                text = f"{of} depends on other parameters ({names}), which are updated separately"
+                chain = "optax.chain(optax.clip_by_global_norm(1.0), mp.train.offload(optax.adam(1e-3)))"
+                fix = f"offload the rest: {chain}"
+            elif k in stacked and mark.mixed is not None:
+                text = f"{mark.mixed.primitive.name} is not elementwise: it may mix the layers of {self.paths[k]}"
+                fix, source = "leave out layers=, so that every parameter is updated at once", source_line(mark.mixed)
+            else:
+                continue
+            raise UnsupportedError(f"mp.train.offload: {text}", source=source, fixes=[fix])
 
 
 class _Mark(NamedTuple):

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...errors import UnsupportedError
-from ..compat.jax import bodies_of, body_operands, default_promotion, source_line
+from ..compat.jax import aval_of, default_promotion, interpret, source_line
 from ..program.declare import kernel_rule
+from ..program.jaxprs import flatten
 from ..program.kernels import KernelSend, ShardCounts
-from ..rules import primitive
 from ..rules.spmd import axis_index
 
 _LINEAR = frozenset({"add", "sub", "add_any", "neg", "convert_element_type", "copy", "name_dims"})
@@ -52,10 +52,8 @@ def recurrence(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, xs: Any)
     state = jax.tree.map(jnp.asarray, state)
     lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(xs)}
     if len(lengths) != 1 or lengths <= {(), (0,)}:
-        raise UnsupportedError(
-            "mp.layers.recurrence: xs needs arrays with one leading dim of at least 1",
-            fixes=["jax.lax.scan(step, state, None, length=…) for steps without x"],
-        )
+        text = "mp.layers.recurrence: xs needs arrays with one leading dim of at least 1"
+        raise UnsupportedError(text, fixes=["jax.lax.scan(step, state, None, length=…) for steps without x"])
     scales = _scale_dims(step, state, xs)
 
     def pair(x: Any) -> tuple[Any, Any]:
@@ -134,15 +132,19 @@ def _scale_dims(step: Callable[..., Any], state: Any, xs: Any) -> Any:
         (s.shape, s.dtype) for s in leaves
     ]:
         raise _refused("the new state has another structure, other shapes or dtypes than the state")
-    found = {v: _Scaled(k, (False,) * s.ndim) for k, (v, s) in enumerate(zip(jaxpr.jaxpr.invars, leaves, strict=False))}
-    _follow(jaxpr.jaxpr, found)
-    dims = []
-    for k, v in enumerate(jaxpr.jaxpr.outvars):
-        own = None if isinstance(v, Literal) else found.get(v)
-        if own is not None and own.array != k:
-            raise _refused("an array of the new state has another array of the state in it")
-        dims.append((False,) * leaves[k].ndim if own is None else own.dims)
-    return jax.tree.unflatten(tree, dims)
+    flat = flatten(jaxpr).jaxpr
+    makers = {v: e for e in flat.eqns for v in e.outvars}
+    first = [_Scaled(k, (False,) * s.ndim) for k, s in enumerate(leaves)]
+    operands: list[_Scaled | None] = [*first, *[None] * (len(flat.invars) - len(first))]
+
+    def apply(eqn: JaxprEqn, operands: list[_Scaled | None]) -> list[_Scaled | None]:
+        return [_scaled(eqn, operands, makers)] * len(eqn.outvars)
+
+    results = interpret(flat, [None] * len(flat.constvars), operands, apply, lambda literal: None)
+    own = [before if x is None else x for x, before in zip(results, first, strict=True)]
+    if any(x.array != k for k, x in enumerate(own)):
+        raise _refused("an array of the new state has another array of the state in it")
+    return jax.tree.unflatten(tree, [x.dims for x in own])
 
 
 class _Scaled(NamedTuple):
@@ -152,43 +154,27 @@ class _Scaled(NamedTuple):
     dims: tuple[bool, ...]
 
 
-def _follow(jaxpr: Jaxpr, found: dict[Var, _Scaled]) -> None:
-    """Extend ``found`` from the arguments of a jaxpr to the variables that its results depend on.
+def _scaled(eqn: JaxprEqn, operands: Sequence[_Scaled | None], makers: Mapping[Var, JaxprEqn]) -> _Scaled | None:
+    """The result of an op; None: it does not depend on the state, as operands that are None.
 
     Raises:
-      UnsupportedError: an op makes another function of the state.
+      UnsupportedError: it is another function of the state.
     """
-    makers = {v: e for e in jaxpr.eqns for v in e.outvars}
-    needed = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
-    for e in reversed(jaxpr.eqns):
-        if needed.intersection(e.outvars):
-            needed.update(v for v in e.invars if not isinstance(v, Literal))
-    for e in jaxpr.eqns:
-        operands = [None if isinstance(v, Literal) else found.get(v) for v in e.invars]
-        of_state = [x for x in operands if x is not None]
-        if not of_state or not needed.intersection(e.outvars):
-            continue
-        if primitive(e.primitive.name).call:
-            ((body, _),) = bodies_of(e)
-            of_body = {v: x for v, x in zip(body.invars, body_operands(e, operands), strict=True) if x is not None}
-            _follow(body, of_body)
-            results = [None if isinstance(v, Literal) else of_body.get(v) for v in body.outvars]
-            found.update((v, x) for v, x in zip(e.outvars, results, strict=True) if x is not None)
-            continue
-        name, (k, dims) = e.primitive.name, of_state[0]
-        factors = [v for v, x in zip(e.invars, operands, strict=True) if x is None]
-        varies: list[tuple[bool, ...]] = []
-        aval: Any = e.outvars[0].aval
-        linear = all(x.array == k for x in of_state) and jnp.issubdtype(aval.dtype, jnp.floating)
-        if name in ("mul", "div") and len(of_state) == 1 and (name == "mul" or operands[0]):
-            varies = [_varies(factors[0], len(dims), makers)]
-        elif name == "select_n" and operands[0] is None:
-            varies = [_varies(e.invars[0], len(dims), makers)]
-        elif name not in _LINEAR:
-            linear = False
-        if not linear:
-            raise _refused(f"`{name}` at {source_line(e)} does something else")
-        found[e.outvars[0]] = _Scaled(k, tuple(map(any, zip(*(x.dims for x in of_state), *varies, strict=True))))
+    of_state = [x for x in operands if x is not None]
+    if not of_state:
+        return None
+    name, (k, dims) = eqn.primitive.name, of_state[0]
+    varies: list[tuple[bool, ...]] = []
+    linear = all(x.array == k for x in of_state) and jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating)
+    if name in ("mul", "div") and len(of_state) == 1 and (name == "mul" or operands[0]):
+        varies = [_varies(eqn.invars[operands.index(None)], len(dims), makers)]
+    elif name == "select_n" and operands[0] is None:
+        varies = [_varies(eqn.invars[0], len(dims), makers)]
+    elif name not in _LINEAR:
+        linear = False
+    if not linear:
+        raise _refused(f"`{name}` at {source_line(eqn)} does something else")
+    return _Scaled(k, tuple(map(any, zip(*(x.dims for x in of_state), *varies, strict=True))))
 
 
 def _varies(factor: Any, ndim: int, makers: Mapping[Var, JaxprEqn]) -> tuple[bool, ...]:

@@ -125,7 +125,7 @@ def _four_bits(x: jax.Array, largest: jax.Array, stochastic: bool) -> Scaled:
     """An array in NVFP4; codes are stored in float8_e4m3fn, which has all values of e2m1.
 
     Args:
-      x: float32, in blocks; largest: the largest magnitude of each block.
+      x: float32, reshaped to blocks; largest: the largest magnitude of each block.
       stochastic: round up with the probability of the distance from the code below. The seed of the random bits is the largest
         magnitude of the array in bfloat16, which is the same under all layouts.
     """
@@ -202,7 +202,7 @@ class Matmul:
         return contracted | free if side == self.weight else contracted
 
     def encoded_along(self, x: jax.Array, dims: Sequence[int], gradient: bool) -> Scaled:
-        """An operand of the backward pass, in blocks along ``dims``."""
+        """An operand of the backward pass, with blocks along ``dims``."""
         return self.format.encode(x, blocks_along(x.shape, dims, self.format.block) or {}, self.path, gradient)
 
     def cotangent(self, side: int, g: Scaled, other: Scaled) -> jax.Array:
@@ -225,13 +225,13 @@ def _product(a: Scaled, b: Scaled, dims: Any, dtype: Any) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def scaled_matmul(matmul: Matmul, a: jax.Array, b: jax.Array, qa: Scaled, qb: Scaled) -> jax.Array:
-    """The ``dot_general`` of two arrays, from their encoded operands ``qa`` and ``qb``; gradients are those of ``a`` and ``b``."""
+    """The ``dot_general`` of two arrays, from their encoded operands ``qa`` and ``qb``; gradients are by ``a`` and ``b``."""
     return _product(qa, qb, matmul.dims, matmul.dtype)
 
 
 def _forward(matmul: Matmul, a: Any, b: Any, qa: Scaled, qb: Scaled) -> tuple[jax.Array, Any]:
     (x, qx), qw = ((a, qa), qb) if matmul.weight else ((b, qb), qa)
-    # in a block format, the gradient of the weight needs x in blocks along other dims
+    # in a block format, the gradient of the weight needs x with blocks along other dims
     return _product(qa, qb, matmul.dims, matmul.dtype), (x if matmul.format.block > 1 else qx, qw)
 
 

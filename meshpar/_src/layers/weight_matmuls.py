@@ -66,9 +66,8 @@ class _Rewriter:
         def origin(atom: Atom) -> Origin:
             if isinstance(atom, Literal):
                 return frozenset()
-            return known.get(
-                atom, None if aval_of(atom).shape else frozenset()
-            )  # an array that is closed over may be data
+            # an array that is closed over may be data
+            return known.get(atom, None if aval_of(atom).shape else frozenset())
 
         for eqn in jaxpr.eqns:
             own = [origin(v) for v in eqn.invars]

@@ -2,13 +2,11 @@
 
 .. code-block:: text
 
-    calibrate  measures layouts in interleaved rounds
-    agreement  results of the layouts are compared before they are measured
+    calibrate  compares the results of layouts, and measures them in interleaved rounds
     fit        efficiencies that fit the measured seconds
     result     measured layouts, best first, and the efficiencies
 """
 
-from .agreement import Candidate
-from .calibrate import calibrate, request_as_measured
+from .calibrate import Candidate, calibrate, request_as_measured
 from .fit import Fit, fit
 from .result import CalibrationResult, CalibrationRow

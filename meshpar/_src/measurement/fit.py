@@ -41,9 +41,12 @@ class Fit:
 
 
 def fit(
-    predict: Callable[[Sequence[float]], Sequence[float]], start: Sequence[float], measured: Sequence[float], *,
-    bounds: tuple[float, float], noise: float = 0.0,
-) -> Fit:  # fmt: skip
+    predict: Callable[[Sequence[float]], Sequence[float]],
+    start: Sequence[float],
+    measured: Sequence[float],
+    bounds: tuple[float, float],
+    noise: float = 0.0,
+) -> Fit:
     """Fit the three efficiencies.
 
     Args:
@@ -98,9 +101,8 @@ def _undetermined(sensitivities: np.ndarray, threshold: float) -> list[str]:
       threshold: norm of a column, or singular value, below which an efficiency is not determined.
     """
     _, sizes, directions = np.linalg.svd(sensitivities)
-    low = directions[
-        np.pad(sizes, (0, 3 - len(sizes))) < threshold
-    ]  # changes of all three that hardly change the seconds
+    # changes of all three that hardly change the seconds
+    low = directions[np.pad(sizes, (0, 3 - len(sizes))) < threshold]
     flat = np.linalg.norm(sensitivities, axis=0) < threshold
     mixed = (np.linalg.norm(low, axis=0) > MIN_SHARE) & ~flat
     if mixed.sum() == 1:

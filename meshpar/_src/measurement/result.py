@@ -122,8 +122,8 @@ class CalibrationResult(Document):
         """The result for the terminal."""
         best = self.best
         head = Text.assemble(("calibrate", "bold"), f"    {self._title()}, medians of {self.rounds} interleaved rounds")
-        choice = Text.assemble(("mesh", "bold"), f"    {best.mesh}\n", ("layout", "bold"), f"  {best.layout or UNSHARDED}\n",
-                               ("lowering", "bold"), f"  {best.lowering}")  # fmt: skip
+        own = {"mesh": best.mesh, "layout": best.layout or UNSHARDED, "lowering": best.lowering}
+        choice = Text("\n").join(Text.assemble((f"{name:<6}", "bold"), f"  {text}") for name, text in own.items())
         table = self._table().terminal(MAX_ROWS)
         return Group(head, Text(), choice, Text(), table, Text(), *(Text(line, style="dim") for line in self._summary))
 

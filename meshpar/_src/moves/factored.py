@@ -68,22 +68,15 @@ def factored(source: AnyMesh, target: AnyMesh) -> Factored | None:
             number += np.arange(len(at)) // stride % n * strides[name]
     if not np.array_equal(number, at):
         return None
-    return _of_target(sizes, strides, found, target)
-
-
-def _of_target(
-    sizes: Mapping[str, int], strides: Mapping[str, int], source: Mapping[str, tuple[str, ...]], target: AnyMesh
-) -> Factored | None:
-    """The prime axes with strides in the order of the target's devices, each in an axis of the target; None: one is in two."""
     names, stride = sorted(sizes, key=lambda name: -strides[name]), target.size
     of: dict[str, tuple[str, ...]] = {}
     for axis, size in target.shape.items():
         inner = stride // size
         of[axis] = tuple(n for n in names if inner <= strides[n] and strides[n] * sizes[n] <= stride)
-        if math.prod(sizes[n] for n in of[axis]) != size:
+        if math.prod(sizes[n] for n in of[axis]) != size:  # a prime axis is in two axes of the target
             return None
         stride = inner
-    return Factored(sizes, source, of)
+    return Factored(sizes, found, of)
 
 
 @dataclass(frozen=True, slots=True)

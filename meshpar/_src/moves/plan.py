@@ -348,9 +348,9 @@ class MovePlan:
     def memory(self) -> Memory:
         """Bytes of a device that has the source and the target of all arrays, before and after the move, and at its peak."""
         last = {path: k for k, of in enumerate(self.rounds) for a in of for path in a.sources}
-        sizes = {p: itemsize_of(a.old_dtype) * _elements(o.sharding, o.shape)
-                 for of in self.rounds for a in of if a.route for p, o in zip(a.sources, a.operands, strict=True)}  # fmt: skip
-        source, target = sum(sizes.values()), sum(a.after for of in self.rounds for a in of)
+        sent = [(a, p, o) for a in self.arrays if a.route for p, o in zip(a.sources, a.operands, strict=True)]
+        sizes = {p: itemsize_of(a.old_dtype) * _elements(o.sharding, o.shape) for a, p, o in sent}
+        source, target = sum(sizes.values()), sum(a.after for a in self.arrays)
         live, peak, at = source, source, 0
         for k, of in enumerate(self.rounds):
             grows = sum(a.after for a in of if not a.in_place)
@@ -369,12 +369,14 @@ class MovePlan:
 
     def to_json(self) -> str:
         """The move as JSON: source, target, bytes, links, seconds, memory, and every array."""
-        arrays = [
-            {"path": a.path, "sources": a.sources, "dims": a.dims, "shape": a.shape, "dtype": str(a.dtype),
-             "before": [str(o.sharding.spec) for o in a.operands], "after": str(a.sharding.spec), "links": a.links,
-             "collectives": [c.to_dict() for c in a.collectives]} for a in self.arrays
-        ]  # fmt: skip
-        sides = {k: asdict(side) for k, side in (("source", self.source), ("target", self.target))}
+
+        def facts(a: MovedArray) -> dict[str, Any]:
+            given = {name: getattr(a, name) for name in ("path", "sources", "dims", "shape")}
+            specs = {"before": [str(o.sharding.spec) for o in a.operands], "after": str(a.sharding.spec)}
+            sent = {"links": a.links, "collectives": [c.to_dict() for c in a.collectives]}
+            return {**given, "dtype": str(a.dtype), **specs, **sent}
+
+        sides = {"source": asdict(self.source), "target": asdict(self.target)}
         numbers = {k: getattr(self, k) for k in ("bytes_sent", "bytes_received", "links", "seconds", "donate")}
-        memory = asdict(self.memory)
-        return json.dumps({**sides, **numbers, "memory": memory, "rounds": len(self.rounds), "arrays": arrays})
+        arrays = {"rounds": len(self.rounds), "arrays": list(map(facts, self.arrays))}
+        return json.dumps({**sides, **numbers, "memory": asdict(self.memory), **arrays})

@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.text import Text
 
 from ..compat.jax import axes_of_spec
+from ..iterables import grouped_by
 from ..report.colours import AxisColours
-from ..report.facts import grouped
 from ..report.html import collectives_table
 from ..report.tables import Cell, Table, hanging, number
 from ..report.text import collectives_block
@@ -54,22 +54,20 @@ def _lines(move: MovePlan) -> Iterator[tuple[str, str]]:
 def _arrays(move: MovePlan, colours: AxisColours) -> Table:
     """The arrays, grouped by dims and shardings."""
     rows = []
-    groups = grouped(move.arrays, lambda a: (a.dims, *(str(o.sharding.spec) for o in a.operands), str(a.sharding.spec)))
-    for group in groups:
+    specs = lambda a: [str(of.sharding.spec) for of in (*a.operands, a)]  # noqa: E731
+    for group in grouped_by(move.arrays, lambda a: (a.dims, *specs(a))):
         a = group[0]
         names = a.dims.split(" → ")
-        sides = [(names[0], a.operands[0].sharding, a.operands[0].shape), (names[-1], a.sharding, a.shape)]
-        cells = [
-            colours.dims(list(zip(dims.split(), axes_of_spec(s.spec, len(shape)), strict=True)))
-            if len(dims.split()) == len(shape)
-            else Cell(str(s.spec))
-            for dims, s, shape in sides
-        ]
+        cells = []
+        for named, x in ((names[0], a.operands[0]), (names[-1], a)):
+            dims, spec = named.split(), x.sharding.spec
+            pairs = list(zip(dims, axes_of_spec(spec, len(x.shape)), strict=False))
+            cells.append(colours.dims(pairs) if len(dims) == len(x.shape) else Cell(str(spec)))
         cast = str(a.dtype) if a.dtype == a.old_dtype else f"{a.old_dtype} → {a.dtype}"
         sent = sum(sum(x.links.values()) for x in group)
         before, after = sum(x.before for x in group), sum(x.after for x in group)
-        rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), number(format_memory(before), before),
-                     number(format_memory(after), after), number(format_bytes(sent), sent)])  # fmt: skip
+        sizes = [number(format_memory(n), n) for n in (before, after)]
+        rows.append([*cells, Cell(cast), number(str(len(group)), len(group)), *sizes, number(format_bytes(sent), sent)])
     numbers = ("arrays", "bytes before", "bytes after", "sends")
     columns = [("before", ""), ("after", ""), ("dtype", ""), *((name, "n") for name in numbers)]
     return Table(columns, rows, "each device moves")

@@ -122,7 +122,9 @@ def route(operands: tuple[Operand, ...], shape: tuple[int, ...], target: NamedSh
         parts = parts_of(shape, before, after, mesh)
         joints = None if parts is None else _joints(parts, mesh)
         if parts is not None and joints is not None:
-            return _by_collectives(devices, shape, mesh, parts, joints)
+            # each device sends and receives the same
+            sent = np.full(len(devices), sum(n for _, n in joint_elements(shape, mesh, parts, joints)))
+            return Route(devices, sent, sent, mesh, parts, joints)
     return _by_rounds(operands, shape, target, devices, mesh)
 
 
@@ -148,14 +150,6 @@ def _joints(parts: Parts, mesh: Factored) -> tuple[Joint, ...] | None:
         Joint("all-gather", gone, tuple(have[a] for a in gone)),
     ]
     return tuple(j for j in joints if j.axes)
-
-
-def _by_collectives(
-    devices: tuple[Any, ...], shape: tuple[int, ...], mesh: Factored, parts: Parts, joints: tuple[Joint, ...]
-) -> Route:
-    """The route over the steps; each device sends and receives the same."""
-    sent = np.full(len(devices), sum(n for _, n in joint_elements(shape, mesh, parts, joints)))
-    return Route(devices, sent, sent, mesh, parts, joints)
 
 
 def joint_elements(

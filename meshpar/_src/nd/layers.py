@@ -74,13 +74,10 @@ def conv(
     array_dims = (0, n + 1, *range(1, n + 1))
     numbers = lax.ConvDimensionNumbers(array_dims, (n + 1, n, *range(n)), array_dims)
     weights = transposed(kernel, (*taps, *channels, *features))
-    y = (lax.conv_transpose if upsample else lax.conv_general_dilated)(
-        images.reshape(-1, *images.shape[len(batch) :]),
-        jnp.flip(weights, range(n)) if upsample else weights,
-        (stride,) * n,
-        padding,
-        dimension_numbers=numbers,
-    )
+    weights = jnp.flip(weights, range(n)) if upsample else weights
+    convolve = lax.conv_transpose if upsample else lax.conv_general_dilated
+    flat = images.reshape(-1, *images.shape[len(batch) :])
+    y = convolve(flat, weights, (stride,) * n, padding, dimension_numbers=numbers)
     y = named(y.reshape(*images.shape[: len(batch)], *y.shape[1:]), (*batch, *spatial, *features))
     return transpose(y, [features[0] if d in channels else d for d in x.dims])
 

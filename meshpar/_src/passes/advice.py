@@ -199,7 +199,7 @@ def _unnamed_results(plan: Plan) -> Iterator[str]:
         text = (
             "mp.init: the weights have no names that the layout has a rule for, so they are replicated: every device allocates "
             f"all of them. Names are inferred from uses, and only the step uses them: give {create} the names of the step, dims="
-            f"mp.infer_dims(step, jax.eval_shape({create}, …), batch), or your own:\n"
+            f"mp.infer_dims(step, jax.eval_shape({create}, …), batch) (nnx.eval_shape for nnx modules), or your own:\n"
         )
         yield text + "\n".join(template)
 

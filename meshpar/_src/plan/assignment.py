@@ -23,7 +23,7 @@ from typing import Any
 
 from ..caches import LRUCache
 from ..dims import Dims
-from ..layout import Layout, Rule, Spec, claim
+from ..layout import Layout, Rule, Spec, claim, scopes_of
 from ..program.ir import Op, Program, Value
 from ..program.names import SubDim
 from ..program.roles import elementwise_flow, new_values, unread_state
@@ -110,30 +110,6 @@ class Queries:
     of_op: dict[Op, tuple[int, ...]]
 
 
-class _ProgramTables:
-    """What axis assignment computes from a program, independently of the layout.
-
-    Attributes:
-      items: of values; of elementwise ops with annotated operands (None: the op has none).
-      factor_names: of ops with rules.
-      names: (rule, names in the operands and results) → names of the factors.
-      op_queries: (rule, names of its factors) → query.
-      scopes: scopes that a layout names → the scopes of every value.
-      queries: scopes that a layout names → queries.
-      shard_map_axes: dim (its root) → the axes over which the user's own ``shard_map``s return it.
-    """
-
-    def __init__(self, program: Program):
-        """Empty tables for a program, and the axes that its own ``shard_map``s return."""
-        self.items: dict[Value | Op, Items | None] = {}
-        self.factor_names: dict[Op, tuple[Names, ...]] = {}
-        self.names: dict[tuple[Any, ...], tuple[Names, ...]] = {}
-        self.op_queries: dict[tuple[OpRule, tuple[Names, ...]], OpQuery] = {}
-        self.scopes: dict[tuple[str, ...], dict[Value, tuple[str, ...]]] = {}
-        self.queries: dict[tuple[str, ...], Queries] = {}
-        self.shard_map_axes = _shard_map_axes(program)
-
-
 class AxisAssignment:
     """Which axes shard the values and ops of one program under one layout on one mesh.
 
@@ -151,15 +127,13 @@ class AxisAssignment:
         self.program, self.layout, self.sizes = program, layout, sizes
         self.named_scopes = tuple(sorted({r.scope for r in layout.rules if r.scope is not None}))
         self.scoped = bool(self.named_scopes)
-        self.tables = program.cached(_ProgramTables)
-        if self.scoped and self.named_scopes not in self.tables.scopes:
-            self.tables.scopes[self.named_scopes] = _scopes(program, layout)
-        self.scopes = self.tables.scopes[self.named_scopes] if self.scoped else {}
+        self.scopes = program.cached(_scopes, self.named_scopes) if self.scoped else {}
         self.notes: list[str] = []
-        self.shard_map_axes = self.tables.shard_map_axes
-        if self.named_scopes not in self.tables.queries:
-            self.tables.queries[self.named_scopes] = self._all_queries()
-        self.queries = self.tables.queries[self.named_scopes]
+        self.shard_map_axes = program.cached(_shard_map_axes)
+        queries = program.cached(_queries)
+        if self.named_scopes not in queries:
+            queries[self.named_scopes] = self._all_queries()
+        self.queries = queries[self.named_scopes]
         self.groups = tuple(map(self._of_group, self.queries.groups))
         self.axes = tuple([axes for group in self.groups for axes in group.axes])
         self._indivisible = [rules for group in self.groups for rules in group.indivisible]
@@ -170,12 +144,8 @@ class AxisAssignment:
 
     def value_items(self, value: Value) -> tuple[tuple[Names, int], ...]:
         """(names, size) of every dim. A merged dim has the names of its major sub-dim: only that may be sharded."""
-        items = self.tables.items.get(value)
-        if items is None:
-            sub_dims = [self.program.sub_dims(value, i) for i in range(len(value.shape))]
-            names = [dims[0][0] if dims else () for dims in sub_dims]
-            items = self.tables.items[value] = tuple(zip(names, value.shape, strict=True))
-        return items
+        sub_dims = [self.program.sub_dims(value, i) for i in range(len(value.shape))]
+        return tuple(zip([dims[0][0] if dims else () for dims in sub_dims], value.shape, strict=True))
 
     def value_spec(self, value: Value) -> Spec:
         """The stored spec of a value. Arrays without elements are replicated: XLA returns them with the global shape."""
@@ -234,14 +204,11 @@ class AxisAssignment:
 
     def work_items(self, op: Op, out: Value) -> Items | None:
         """(names, size) of the dims of an elementwise op that has annotated operands; None: it has none."""
-        if op not in self.tables.items:
-            annotated = [v for v in op.ins if v is not None and v.annotation is not None and v.shape == out.shape]
-            items = []
-            for i, (names, size) in enumerate(self.value_items(out) if annotated else ()):
-                given = tuple(dict.fromkeys(v.annotation[i] for v in annotated if v.annotation and v.annotation[i]))
-                items.append((given or names, size))
-            self.tables.items[op] = tuple(items) if annotated else None
-        return self.tables.items[op]
+        annotations = [v.annotation for v in op.ins if v is not None and v.annotation and v.shape == out.shape]
+        if not annotations:
+            return None
+        given = [tuple(dict.fromkeys(filter(None, names))) for names in zip(*annotations, strict=True)]
+        return tuple((own or names, n) for own, (names, n) in zip(given, self.value_items(out), strict=True))
 
     def factor_names(self, op: Op) -> tuple[Names, ...]:
         """The names of every factor of an op, as annotated on operands and results, else as inferred.
@@ -249,18 +216,14 @@ class AxisAssignment:
         If a factor has a primed name (``seq'``) in one of the values, it has it in the op: of the two ``seq``
         dims of attention, the dim of the queries gets the axis.
         """
-        names = self.tables.factor_names.get(op)
-        if names is None:
-            rule = op.factor_rule
-            sub_dims_of = self.program.unifier.sub_dims_of
-            arrays = tuple(
-                None if v is None else (v.annotation, tuple(map(sub_dims_of, v.nodes))) for v in (*op.ins, *op.outs)
-            )
-            names = self.tables.names.get((rule, arrays))
-            if names is None:
-                names = self.tables.names[rule, arrays] = self._factor_names(rule, arrays)
-            self.tables.factor_names[op] = names
-        return names
+        sub_dims_of = self.program.unifier.sub_dims_of
+        values = (*op.ins, *op.outs)
+        arrays = tuple([v and (v.annotation, tuple(map(sub_dims_of, v.nodes))) for v in values])
+        names = self.program.cached(_factor_names)
+        key = op.factor_rule, arrays  # equal in equal layers
+        if key not in names:
+            names[key] = self._factor_names(*key)
+        return names[key]
 
     def _factor_names(
         self, rule: OpRule, arrays: Sequence[tuple[Dims | None, tuple[tuple[SubDim, ...], ...]] | None]
@@ -311,18 +274,10 @@ class AxisAssignment:
         return contiguous_only(op.factor_rule, query.linked(axes), self.sizes)
 
     def op_query(self, op: Op) -> tuple[OpQuery, tuple[str, ...]]:
-        """(query, scopes) of an op with a rule."""
-        rule, given, queries = op.factor_rule, self.factor_names(op), self.tables.op_queries
-        if (rule, given) not in queries:
-            queries[rule, given] = self._new_query(rule, given)
-        return queries[rule, given], self.op_scopes(op, op.outs)
-
-    def _new_query(self, rule: OpRule, given: tuple[Names, ...]) -> OpQuery:
-        """The query of ops with a rule and names of its factors. A factor that is sharded like another one has no names: its
-        leader has them."""
+        """(query, scopes) of an op with a rule. A factor that is sharded like another one has no names: its leader has them."""
+        rule = op.factor_rule
         follows = {b: a for a, b in rule.sharded_like}
-        fit = list(rule.sizes)
-        names = list(given)
+        fit, names = list(rule.sizes), list(self.factor_names(op))
         for follower, leader in follows.items():
             fit[leader] = math.gcd(fit[leader], rule.sizes[follower])
             names[leader] = names[leader] or names[follower]
@@ -332,7 +287,8 @@ class AxisAssignment:
         )
         groups = tuple(map(frozenset, permutation_groups(rule)))
         leaders = tuple(follows.get(f, f) for f in range(len(items)))
-        return OpQuery(items, groups, leaders, nested_factors(rule), tuple(rule.sizes))
+        query = OpQuery(items, groups, leaders, nested_factors(rule), tuple(rule.sizes))
+        return query, self.op_scopes(op, op.outs)
 
     def _claimed(self, query: OpQuery, scopes: tuple[str, ...]) -> list[tuple[str, ...]]:
         """The axes of an op's factors.
@@ -526,7 +482,17 @@ def _shard_map_axes(program: Program) -> dict[int, tuple[str, ...]]:
     return axes_of
 
 
-def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
+def _queries(program: Program) -> dict[tuple[str, ...], Queries]:
+    """The queries of a program, by the scopes that layouts name; they are added."""
+    return {}
+
+
+def _factor_names(program: Program) -> dict[Any, tuple[Names, ...]]:
+    """(rule, annotations and sub-dims of the operands and results) of ops → names of the factors; they are added."""
+    return {}
+
+
+def _scopes(program: Program, named: tuple[str, ...]) -> dict[Value, tuple[str, ...]]:
     """value → its scopes: the scopes of inputs and outputs, propagated through elementwise ops to values without a scope.
 
     The scope ``opt`` is also propagated through any op all of whose operands are in it (factored moments, Newton-Schulz). An input
@@ -535,13 +501,13 @@ def _scopes(program: Program, layout: Layout) -> dict[Value, tuple[str, ...]]:
     seeds: dict[Value, tuple[str, ...]] = {}
     for value in (*program.inputs, *program.outputs):
         if value.path is not None and value.shape:
-            seeds[value] = tuple({*seeds.get(value, ()), *layout.scopes_of(value.path, value.kind)})
+            seeds[value] = tuple({*seeds.get(value, ()), *scopes_of(named, value.path, value.kind)})
     flow, new, state = program.cached(elementwise_flow), program.cached(new_values), program.cached(unread_state)
     for old, result in new.items():  # `"ema/*".embed` matches the argument `ema/up`, but not the result `1/up`
         seeds[result] = seeds[result] or seeds[old]
     owned = {v for v in (*program.inputs, *program.outputs) if v.kind is not None or seeds.get(v)}
     found: dict[Value, set[str]] = {}
-    for scope in dict.fromkeys(r.scope for r in layout.rules if r.scope):
+    for scope in named:
         opt = scope == "opt"
         of_scope = [v for v, own in seeds.items() if scope in own]
         others = {v for v in program.inputs if scope not in seeds.get(v, ()) and (opt or v not in state)}

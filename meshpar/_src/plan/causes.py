@@ -26,18 +26,24 @@ NAMES = {
 """Primitives → how causes call them, where that is not the name of the primitive: a function of meshpar, or plain words."""
 
 
+ALONG = "permutation", "need_replication"
+"""Kinds of the factors of a dim that an op cuts, joins, reorders or needs unsharded."""
+
+
 def name_of(op: Op) -> str:
     """How causes and hints call an op: its kernel, the function that a user called, plain words, or its primitive."""
     return op.label if op.primitive.family == "kernel" else NAMES.get(op.name, op.name)
 
 
-def _is_indexed(op: Op, value: Value, i: int) -> bool:
-    """Whether an op reads dim i of an operand at some indices; the operand may be ``value`` inside of a loop."""
-    operands = [k for k, v in enumerate(op.ins) if v is not None and v.nodes == value.nodes]
+def _has_kind(op: Op, value: Value, i: int, kinds: Sequence[str]) -> bool:
+    """Whether dim i of an operand or result of an op has a factor of these kinds; it may be ``value`` inside of a loop."""
     if op.rule is None:
         return False
-    dims = (op.rule.ins[k] for k in operands)  # none of an operand that every device needs all of
-    return any(op.rule.kinds[f] == "indexed" for own in dims if own for f in own[i])
+    arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
+    dims = (own for v, own in arrays if v is not None and v.nodes == value.nodes)
+    return any(
+        op.rule.kinds[f] in kinds for own in dims if own for f in own[i]
+    )  # no dims: every device needs all of it
 
 
 class Causes:
@@ -54,6 +60,10 @@ class Causes:
     def dim(self, value: Value, i: int) -> str:
         """The name of a dim of a value, or ``dim 1``."""
         return self.program.dim_name(value, i) or f"dim {i}"
+
+    def _names(self, value: Value, i: int) -> list[str]:
+        """All names of the parts of a dim of a value."""
+        return [name for names, _ in self.program.sub_dims(value, i) for name in names]
 
     def factor_names(self, op: Op) -> tuple[Names, ...]:
         """The names of the factors of an op; none for an op without a factor rule."""
@@ -94,28 +104,32 @@ class Causes:
         reasons = []
         for i, a in self._lost(have, need):
             dim = self.dim(value, i)
-            dim_names = [x for ns, _ in self.program.sub_dims(value, i) for x in ns]
-            rule = self.assignment.rule_text(dim_names, a) or f"{dim}: {a}"
-            owners = (names[f][0] for f, split_over in enumerate(factor_axes) if a in split_over and names[f])
-            owner = next(owners, None) or self._owner(op, dim_names, a)
+            dim_names = self._names(value, i)
+            rule = self.assignment.rule_text(dim_names, a)
+            splits = f"`{rule}` splits" if rule else f"is split over `{a}`"
+            having = [names[f] for f, split_over in enumerate(factor_axes) if a in split_over and names[f]]
+            by_rule = (own[0] for own in having if self.assignment.rule_text(own, a))  # the planner may choose others
+            owner = next(by_rule, None) or self._owner(op, dim_names, a)
             other = next((self.dim(value, j) for j, entry in enumerate(need) if a in entry), None)
             part = f"the parts of `{dim}` over `{a}`" if need[i] else f"all of `{dim}`"
-            fetches = f"each device first fetches {part}, which `{rule}` splits"
-            so = fetches if other is None else f"`{a}` moves to `{other}` from `{dim}` (`{rule}`)"
+            fetches = f"each device first fetches {part}, which {splits}"
+            so = fetches if other is None else f"`{a}` moves to `{other}` from `{dim}`{f' (`{rule}`)' if rule else ''}"
             if owner == dim:
                 reasons.append(f"another `{dim}` already takes `{a}`, so {so}")
             elif owner is not None:
                 reasons.append(f"`{owner}` already takes `{a}`, so {so}")
+            elif _has_kind(op, value, i, ALONG) and having:
+                reasons.append(f"{name} cannot work on shards of `{dim}`, so {so}")
             elif other is not None:
                 reasons.append(f"{name} needs `{a}` on `{other}`, so {so}")
             elif op.rule is not None and not op.rule.known:
                 reasons.append(f"{name} has no factor rule, so {so}")
-            elif _is_indexed(op, value, i):
+            elif _has_kind(op, value, i, ("indexed",)):
                 reasons.append(
                     f"{name} reads rows of `{dim}` several times, so {so}: adding up the rows of each read sends more"
                 )
             else:
-                reasons.append(f"{name} needs all of `{dim}`, which `{rule}` splits, so each device fetches it first")
+                reasons.append(f"{name} needs all of `{dim}`, which {splits}, so each device fetches it first")
         return "; ".join(dict.fromkeys(reasons)) or f"{name} needs the axes of an operand in another order"
 
     def _owner(self, op: Op, dim_names: Sequence[str], axis: str) -> str | None:
@@ -124,7 +138,7 @@ class Causes:
             return None
         out = op.outs[0]
         for i in range(len(out.shape)):
-            names = [x for ns, _ in self.program.sub_dims(out, i) for x in ns]
+            names = self._names(out, i)
             if not set(names) & set(dim_names) and self.assignment.rule_text(names, axis):
                 return self.dim(out, i)
         return None
@@ -138,6 +152,11 @@ class Causes:
         kept: dict[str, None] = {}
         for i, a in self._lost(have, need):
             dim = self.dim(value, i)
+            to = next((j for j, entry in enumerate(need) if a in entry), None)
+            if to is not None and op is not None and _has_kind(op, value, to, ALONG):
+                rule = self.assignment.rule_text(self._names(value, to), a)
+                back = f"so `{a}` moves back to it from `{dim}`{f' (`{rule}`)' if rule else ''}"
+                return f"{name_of(op)} cannot work on shards of `{on[a]}`, {back}"
             made[f"`{a}` on `{dim}`"] = None
             full = f"`{dim}` not split over `{a}`" if need[i] else f"all of `{dim}`"
             kept[f"`{a}` on `{on[a]}`" if a in on else full] = None

@@ -74,8 +74,8 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 *_inferred_names(program, rule.dim),
                 *_misspelled_names(program, rule.dim),
                 *_list_of_layers(program, rule.dim),
-                *([f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`"] if shared else []),
                 "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
+                *([_rule_of_its_own(layout, similar[0])] if shared else []),
                 *(
                     []
                     if near(rule.dim, names)
@@ -83,6 +83,11 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 ),
             ],
         )
+
+
+def _rule_of_its_own(layout: Layout, dim: str) -> str:
+    """The fix for a rule that seems to be misspelled: a rule for the dim that it is similar to, as the user writes rules."""
+    return f"or give `{dim}` a rule of its own: {f'({dim!r}, None)' if layout.from_pairs else f'`{dim}: none`'}"
 
 
 def check_spelling(layout: Layout, names: Collection[str]) -> None:
@@ -96,7 +101,8 @@ def check_spelling(layout: Layout, names: Collection[str]) -> None:
                 rule=str(rule),
                 fixes=[
                     *did_you_mean(rule.dim, names, "dims"),
-                    f"or give `{similar[0]}` a rule of its own: `{similar[0]}: none`",
+                    "or remove the rule",
+                    _rule_of_its_own(layout, similar[0]),
                 ],
             )
 
@@ -344,18 +350,22 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
         return
     value, i, rule = min(named, key=lambda r: r[0].kind == "opt")
     annotation, program = cast(tuple, value.annotation), assignment.program
-    results = [v for op in program.root.walk() for v in op.outs]
-    inside = Counter(
-        n for v in results for n, dim in zip(v.shape, program.dims(v), strict=True) if dim == annotation[i]
-    )
+    inside, size = program.cached(sizes_of_results).get(annotation[i]), value.shape[i]
     raise divisibility_error(
         path=value.path or "an input", shape=value.shape,
         dims=format_dims(annotation) + " (inferred; dims= gives other names)" * (value.path in program.traced.inferred),
-        dim=str(annotation[i]), size=value.shape[i], rule=rule, sizes=assignment.sizes,
+        dim=str(annotation[i]), size=size, rule=rule, sizes=assignment.sizes,
         dtype=value.aval.dtype,
         optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
-        inside=next((n for n, _ in inside.most_common(1) if n != value.shape[i]), None),
+        inside=None if inside == size else inside,
     )  # fmt: skip
+
+
+def sizes_of_results(program: Program) -> dict[str | None, int]:
+    """Name of a dim → its size in most results of ops, which for ``tokens[:, :-1]`` is not the size in the argument."""
+    results = [v for op in program.root.walk() for v in op.outs]
+    every = Counter(pair for v in results for pair in zip(program.dims(v), v.shape, strict=True))
+    return {name: size for (name, size), _ in reversed(every.most_common())}
 
 
 def check_blocks(op: Op, spec: Spec, assignment: AxisAssignment) -> None:

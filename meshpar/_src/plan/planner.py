@@ -22,7 +22,7 @@ from .checks import check_blocks, check_dims, check_divides, check_joins
 from .collective_records import AlgorithmChoices, CollectiveRecords, TooLong
 from .constants import large_constant_note
 from .control_flow import ControlFlow
-from .decide import Facts, OpDecision, decide, is_reduced_after
+from .decide import Facts, OpDecision, Operand, decide, is_reduced_after
 from .emit import Emitter
 from .memo import PlanCache
 from .partial import deferrable, narrowed, narrows, readers_of
@@ -68,31 +68,26 @@ def planned(program: Program, request: PlanRequest, rank: Rank, max_seconds: flo
     request.layout.check_axes(request.mesh, program.all_names())
     check_dims(program, request.layout, request.init)
     check_joins(program, request.strict, request.layout)
-    return best(variants(program, request), request, rank, max_seconds)
-
-
-def best(variants: Sequence[Variant], request: PlanRequest, rank: Rank, max_seconds: float) -> Plan:
-    """The plan of the smallest rank, of equal ones the plan of a variant without rewritten slices.
-
-    Where the chip is known, a variant is planned until its collectives take longer than the variant's with rewritten slices.
-
-    Raises:
-      TooLong: the collectives of all take longer than ``max_seconds``.
-    """
-    plans: dict[Variant, Plan] = {}
-    for variant in variants:
-        limit = max_seconds
-        divisible = None if variant.divisible is None else plans.get(variant.divisible)
-        if divisible is not None:
-            if not divisible.collectives:
-                continue  # no other plan sends less
-            if divisible.chip is not None:
-                limit = min(max_seconds, divisible.comm_seconds)
-        with contextlib.suppress(TooLong):
-            plans[variant] = _with_gather(variant, request, rank, limit)
+    plans = [p for form in variants(program, request) for p in _plans_of(form, request, rank, max_seconds)]
     if not plans:
         raise TooLong
-    return rank.first(plans[v] for v in sorted(plans, key=lambda v: v.divisible is None))
+    return rank.first(plans)
+
+
+def _plans_of(form: Variant, request: PlanRequest, rank: Rank, max_seconds: float) -> list[Plan]:
+    """The plans of a form: as it is, then with rewritten slices; without those whose collectives take longer than the limit.
+
+    The form with rewritten slices is planned first. If it sends nothing, no plan sends less; else it is the other one's limit.
+    """
+    limit, rewritten = max_seconds, list[Plan]()
+    if form.divisible is not None:
+        rewritten = _plans_of(form.divisible, request, rank, max_seconds)
+        if any(not plan.collectives for plan in rewritten):
+            return rewritten
+        limit = min([limit, *(plan.comm_seconds for plan in rewritten if plan.chip is not None)])
+    with contextlib.suppress(TooLong):
+        return [_with_gather(form, request, rank, limit), *rewritten]
+    return rewritten
 
 
 def _with_gather(variant: Variant, request: PlanRequest, rank: Rank, max_seconds: float) -> Plan:
@@ -145,8 +140,8 @@ class _Planner:
 
     Attributes:
       deferrable: values that may be in ``deferred`` of the facts.
-      decisions: shared by the plans of the program on meshes of these sizes; of this plan alone unless ``by_key``.
-      by_key: decisions are cached by :meth:`key`.
+      decisions: by :meth:`key`; shared by the plans of the program on meshes of these sizes, of this plan alone unless ``by_key``.
+      by_key: ops that are alike share a decision.
     """
 
     def __init__(self, variant: Variant, request: PlanRequest, max_seconds: float, in_each_microbatch: bool):
@@ -158,7 +153,7 @@ class _Planner:
         self.sizes = sizes = dict(mesh.shape)
         self.assignment = assignment = AxisAssignment(program, layout, sizes)
         self.chip: Chip | None = calibrated(chip_of(topology or mesh), mesh, request.calibrations)
-        # a layout that is resolved by cost, and a user's shard_map, decide by more than the keys of decisions contain
+        # a layout that is resolved by cost decides by names too, and a user's shard_map by the axes that it returns dims with
         self.by_key = layout.resolve == "order" and not assignment.shard_map_axes
         cache = program.cached(PlanCache).trim() if self.by_key else PlanCache(program)
         self.decisions = cache.decisions.setdefault(tuple(sizes.items()), {})
@@ -227,46 +222,35 @@ class _Planner:
                     self.facts.deferred.add(value)
 
     def decision(self, op: Op) -> OpDecision:
-        """The decision about an op without bodies; ops that are planned alike, such as in equal layers, share it."""
-        key, operand_of = self.key(op) if self.by_key else None, self.emitter.operand_of
-        known = None if key is None else self.decisions.get(key)
+        """The decision about an op without bodies; ops with equal keys, such as in equal layers, share it."""
+        operands = [self.emitter.operand_of(v) for v in op.ins]
+        key = self.key(op, operands)
+        known = self.decisions.get(key)
         if known is None:
-            known = decide(op, [operand_of(v) for v in op.ins], self.facts)
-            if key is not None:
-                self.decisions[key] = known
+            known = self.decisions[key] = decide(op, operands, self.facts)
         return known
 
-    def key(self, op: Op) -> tuple[Any, ...] | None:
-        """All that the decision about an op depends on besides the mesh; None: it is not cached.
+    def key(self, op: Op, operands: Sequence[Operand | None]) -> tuple[Any, ...]:
+        """All that the decision about an op depends on besides the mesh: (what the op is, the axes that the layout gives it,
+        how its operands are sharded, how its results are stored).
 
-        Elementwise ops with equal keys have operands of the same shapes, and compute in the same spec; others have equal equations
-        (one rule), the same axes for the factors, and operands that are sharded alike. All have results with the same stored
-        specs. A decision about a partial operand also depends on the op itself. Keys of different forms differ in the type of their
-        first entry (op, spec, rule) or in their length.
+        Equal equations have one rule; elementwise ops are alike if their names and shapes are. The op itself is in the key where
+        the decision also depends on its names, on its effects, or on the other readers of a partial operand.
         """
-        emitter, assignment, rule = self.emitter, self.assignment, op.rule
-        current, constants, loops = emitter.current, emitter.constants, emitter.loop_consts
-        shards = [None if v is None else current[v] for v in op.ins]
-        among = self.program.cached(narrowed)
-        stored = tuple([(assignment.value_spec(v), v in among) for v in op.outs])
-        if any(s is not None and s.partial for s in shards):
-            axes = None if rule is None else tuple(assignment.factor_axes(op))
-            iterations = tuple([v and emitter.iterations(v) for v in op.ins])
-            accumulated = self.facts.accumulated.get(op.outs[0]) if op.outs else None
-            deferred = frozenset(self.facts.deferred.intersection(op.ins))
-            return op, axes, stored, tuple(shards), iterations, accumulated, deferred
-        if op.eqn.effects or op.primitive.family in ("identity", "barrier", "opaque"):
-            return None
-        if rule is None and not narrows(op):
-            shapes = tuple([None if v is None else v.shape for v in op.ins])
-            constant = all(v is None or v in constants for v in op.ins) and op.name
-            return assignment.elementwise_spec(op), op.outs[0].shape, shapes, stored, constant
-        operands = tuple(
-            [v and (current[v].spec, v in constants, v in loops and emitter.iterations(v)) for v in op.ins]
-        )
+        assignment, facts, rule = self.assignment, self.facts, op.rule
+        what: Any = op
+        if any(x is not None and x.partial for x in operands):
+            what = op, frozenset(facts.deferred.intersection(op.ins)), *map(facts.accumulated.get, op.outs[:1])
+        elif self.by_key and not op.eqn.effects and op.primitive.family not in ("identity", "barrier", "opaque"):
+            shapes = [v and v.shape for v in (*op.ins, *op.outs)] if rule is None else ()
+            what = rule or (op.name, narrows(op), *shapes)
         if rule is None:
-            return assignment.elementwise_spec(op), op.outs[0].shape, operands, stored
-        return None if rule.given is not None else (rule, tuple(assignment.factor_axes(op)), operands, stored)
+            axes: Any = assignment.elementwise_spec(op)
+        else:
+            axes = tuple(rule.given or assignment.factor_axes(op))
+        among = self.program.cached(narrowed)
+        shards = [x and (x.spec, x.partial, x.kind, x.is_constant, x.iterations) for x in operands]
+        return what, axes, tuple(shards), tuple([(assignment.value_spec(v), v in among) for v in op.outs])
 
     def output(self, var: Var | Literal, value: Value) -> Shard:
         """A result of the program in its stored spec."""

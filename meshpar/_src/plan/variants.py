@@ -23,7 +23,7 @@ class Variant:
       notes: about the form.
       gather: when loops over microbatches gather weights, as ``PlanRequest.gather``; ``step`` for loops that are not
         pipelines, whose rewrite decides for their own.
-      divisible: the same form with the slices rewritten that the mesh does not divide; None: this is such a form, or needs none.
+      divisible: the same form with the slices rewritten that the mesh does not divide; None: it has no such slices.
     """
 
     program: Program
@@ -34,11 +34,10 @@ class Variant:
 
 
 def variants(program: Program, request: PlanRequest) -> list[Variant]:
-    """The forms in which a traced program can be planned, each after the one with rewritten slices.
+    """The forms in which a traced program can be planned.
 
     A program whose stacked layers are split has the form of :mod:`program.pipeline`; with ``gather="auto"`` two of them, in
-    which weights are gathered once a step and in every microbatch, if any are gathered. A form with slices that the mesh does not
-    divide has a second one, of :mod:`program.divisible_rewrite`.
+    which weights are gathered once a step and in every microbatch, if any are gathered.
 
     Raises:
       UnsupportedError: layers that cannot be a pipeline.
@@ -64,24 +63,21 @@ def variants(program: Program, request: PlanRequest) -> list[Variant]:
             notes += _rounds_without_effect(request.layout, form)
         of_form = assignment if pipelined is None else AxisAssignment(form, layout, sizes)
         variant = Variant(form, layout, tuple(notes), request.gather if pipelined is None else "step")
-        out += _with_divisible(variant, of_form)
+        out.append(replace(variant, divisible=_divisible(variant, of_form)))
         if pipelined is None or all(p.gather != gather for p in pipelined.pipelines):
             break  # no weight is gathered
     return out
 
 
-def _with_divisible(form: Variant, assignment: AxisAssignment) -> list[Variant]:
-    """A form, after the one with rewritten slices if it has slices that the mesh does not divide."""
+def _divisible(form: Variant, assignment: AxisAssignment) -> Variant | None:
+    """A form with the slices rewritten that the mesh does not divide (:mod:`program.divisible_rewrite`); None: it has none."""
 
     def shards(value: Value, dim: int) -> int:
         return shard_count(assignment.value_spec(value)[dim], assignment.sizes)
 
     padded: list[str] = []
     rewritten = rewrite_indivisible_slices(form.program, shards, padded)
-    if rewritten is None:
-        return [form]
-    divisible = replace(form, program=rewritten, notes=(*form.notes, *padded))
-    return [divisible, replace(form, divisible=divisible)]
+    return None if rewritten is None else replace(form, program=rewritten, notes=(*form.notes, *padded))
 
 
 def _rounds_without_effect(layout: Layout, program: Program) -> list[str]:

@@ -85,7 +85,8 @@ def replicated_axes(x: Any) -> Axes:
     return tuple(axis for axis, n in x.sharding.mesh.shape.items() if n > 1 and axis not in split)
 
 
-def audit_function(mesh: Any, specs: Sequence[PartitionSpec], axes: Sequence[Axes]) -> Callable[..., Any]:
+@functools.lru_cache(maxsize=16)
+def audit_function(mesh: Any, specs: tuple[PartitionSpec, ...], axes: tuple[Axes, ...]) -> Callable[..., Any]:
     """A function of numbers of the processes, float32 [devices, 2], and of arrays, whose copies over ``axes`` are compared.
 
     It returns the digests of the shards, uint32 [devices, arrays, 2]; replicated whether the copies of each array differ, uint32
@@ -110,7 +111,8 @@ def audit_function(mesh: Any, specs: Sequence[PartitionSpec], axes: Sequence[Axe
         return digests[None], jax.lax.pmax(differ, every), jax.lax.all_gather(numbers, every, tiled=True)
 
     split, one = PartitionSpec(every), PartitionSpec()
-    return jax.shard_map(local, mesh=mesh, in_specs=(split, *specs), out_specs=(split, one, one), check_vma=False)
+    outs = split, one, one
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(split, *specs), out_specs=outs, check_vma=False))
 
 
 def layer(w: jax.Array) -> jax.Array:
@@ -118,6 +120,7 @@ def layer(w: jax.Array) -> jax.Array:
     return w @ w.T
 
 
+@functools.lru_cache(maxsize=16)
 def repeat_function(mesh: Any, spec: PartitionSpec) -> Callable[..., Any]:
     """A function of the numbers of :func:`audit_function` and of an array, of which ``layer`` is computed on several devices.
 
@@ -135,18 +138,8 @@ def repeat_function(mesh: Any, spec: PartitionSpec) -> Callable[..., Any]:
         results = [moved(digest_of(layer(moved(part, by))), -by) for by in range(min(REPEATS, n))]
         return jax.lax.all_gather(jnp.stack(results), every), jax.lax.all_gather(numbers, every, tiled=True)
 
-    one = PartitionSpec()
-    return jax.shard_map(local, mesh=mesh, in_specs=(PartitionSpec(every), spec), out_specs=(one, one), check_vma=False)
-
-
-@functools.lru_cache(maxsize=16)
-def _compiled(mesh: Mesh, specs: tuple[PartitionSpec, ...], axes: tuple[Axes, ...]) -> Callable[..., Any]:
-    return jax.jit(audit_function(mesh, specs, axes))
-
-
-@functools.lru_cache(maxsize=16)
-def _repeated(mesh: Mesh, spec: PartitionSpec) -> Callable[..., Any]:
-    return jax.jit(repeat_function(mesh, spec))
+    ins, one = (PartitionSpec(every), spec), PartitionSpec()
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=(one, one), check_vma=False))
 
 
 class Audit:
@@ -175,9 +168,8 @@ class Audit:
         """
         leaves, _ = by_name(dict(state))
         for path in leaves.keys() - self._dims.keys():
-            raise UnsupportedError(
-                f"audit: the step has no argument {path!r}", fixes=did_you_mean(path, self._dims, "arguments")
-            )
+            text = f"audit: the step has no argument {path!r}"
+            raise UnsupportedError(text, fixes=did_you_mean(path, self._dims, "arguments"))
         on = {path: x for path, x in leaves.items() if isinstance(x, jax.Array)}
         copied: dict[str, Any] = {path: x for path, x in on.items() if replicated_axes(x)}
         alone: dict[str, Any] = {
@@ -200,10 +192,12 @@ class Audit:
         for at in range(0, len(alike), MAX_ARRAYS):
             part = {path: copied[path] for path in alike[at : at + MAX_ARRAYS]}
             axes = tuple(replicated_axes(x) for x in part.values())
-            run = _compiled(mesh, tuple(x.sharding.spec for x in part.values()), axes)
+            run = audit_function(mesh, tuple(x.sharding.spec for x in part.values()), axes)
             parts.append((list(part), axes, run(numbers, *part.values())))
         path = max(alone, key=lambda path: sizes[path], default=None)
-        repeated = None if path is None else (path, _repeated(mesh, alone[path].sharding.spec)(numbers, alone[path]))
+        repeated = None
+        if path is not None:
+            repeated = path, repeat_function(mesh, alone[path].sharding.spec)(numbers, alone[path])
         self._pending = step, mesh, parts, repeated
 
     def finish(self) -> list[Fault]:
@@ -256,13 +250,7 @@ def raise_faults(faults: Sequence[Fault]) -> None:
     if faults:
         first, more = faults[0], f"; and {len(faults) - 1} more arrays" * (len(faults) > 1)
         safe = "of an earlier step" if first.after is None else f"of step {first.after} or before"
-        fixes = [
-            f"restart from a checkpoint {safe}, without these devices",
-            "mp.check finds a step that computes replicas differently",
-        ]
-        raise DigestError(
-            f"{'results of a repeated matmul' if first.repeated else 'copies of an array on the devices'} differ: {first}{more}",
-            path=first.path,
-            dims=first.dims,
-            fixes=fixes,
-        )
+        check = "mp.check finds a step that computes replicas differently"
+        fixes = [f"restart from a checkpoint {safe}, without these devices", check]
+        what = "results of a repeated matmul" if first.repeated else "copies of an array on the devices"
+        raise DigestError(f"{what} differ: {first}{more}", path=first.path, dims=first.dims, fixes=fixes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import functools
 import hashlib
 import importlib
 import itertools
@@ -69,9 +70,7 @@ def needed(module: str) -> Any:
         raise CheckpointError(text, fixes=['pip install "meshpar[checkpoint]"']) from None
 
 
-def orbax() -> Any:
-    """The package orbax-checkpoint."""
-    return needed("orbax.checkpoint")
+orbax = functools.partial(needed, "orbax.checkpoint")
 
 
 class Checkpoints:
@@ -254,11 +253,8 @@ class Checkpoints:
           args: the arguments of ``init``, such as a random key.
         """
         plan = init.plan(*args)
-        self._facts = {
-            "layout": str(init.layout),
-            "mesh": dict(init.mesh.shape),
-            "plan": hashlib.sha256(str(plan.to_json()).encode()).hexdigest()[:16],
-        }
+        digest = hashlib.sha256(str(plan.to_json()).encode()).hexdigest()[:16]
+        self._facts = {"layout": str(init.layout), "mesh": dict(init.mesh.shape), "plan": digest}
         self._dims = {h.path: {"dims": format_dims(h.dims)} for h in plan.outputs if h.dims}
 
     # -- restore
@@ -291,37 +287,23 @@ class Checkpoints:
           DataPositionError: the data has another order than when it was saved.
         """
         steps = self.steps()
-        if step is not None:
-            if step not in steps:
-                raise CheckpointError(
-                    f"{self.path} has no checkpoint {step}", fixes=[f"it has {', '.join(map(str, steps)) or 'none'}"]
-                )
-            steps = [step]
-        copy = None if step is not None else self._copy(steps)
-        if copy is not None:
+        if step is not None and step not in steps:
+            fixes = [f"it has {', '.join(map(str, steps)) or 'none'}"]
+            raise CheckpointError(f"{self.path} has no checkpoint {step}", fixes=fixes)
+        for source in [step] if step is not None else [*self._copies(steps), *reversed(steps)]:
             try:
-                state = _state_of(copy, like, partial)
+                state, facts = _read(self.path, source, like, partial)
             except CopyError as error:
                 warnings.warn(error.headline, CheckpointWarning, stacklevel=2)
-            else:
-                self._go_to(copy.facts, data)
-                return state, int(copy.facts["next"])
-        if not steps:
-            raise CheckpointError(
-                f"there is no checkpoint in {self.path}", fixes=["restore_or(init, …) creates a new state in this case"]
-            )
-        for number in reversed(steps):
-            try:
-                state, facts = _read(self.path, number, like, partial)
             except (_DamagedError, DigestError) as error:
                 if step is not None:
                     raise
-                what = self._rename_damaged(number, error.headline)
+                what = self._rename_damaged(source, error.headline)
                 warnings.warn(f"{error.headline}; {what}", CheckpointWarning, stacklevel=2)
-                continue
-            self._go_to(facts, data)
-            return state, int(facts["next"])
-        raise self._only_damaged()
+            else:
+                self._go_to(facts, data)
+                return state, int(facts["next"])
+        raise self._nothing_to_restore()
 
     def _go_to(self, facts: Mapping[str, Any], data: Any) -> None:
         """Set the position of ``data``, or of the data of all saves, to the one in the metadata."""
@@ -329,22 +311,21 @@ class Checkpoints:
         if source is not None and facts.get("data") is not None:
             source.go_to(facts["data"])
 
-    def _copy(self, steps: Sequence[int]) -> Copy | None:
+    def _copies(self, steps: Sequence[int]) -> list[Copy]:
         """The newest copy in memory, if it is not older than the newest of ``steps``, which are on disk. All processes call it."""
         run = None if self._memory is None else exchange("the run of the checkpoints", _run_of(self.path))[0]
         copy = None if self._memory is None or run is None else self._memory.newest(run)
-        return None if copy is None or copy.step < max(steps, default=0) else copy
+        return [] if copy is None or copy.step < max(steps, default=0) else [copy]
 
-    def _only_damaged(self) -> CheckpointError:
-        """The error of a folder in which no checkpoint can be restored, with the reason for each."""
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in damaged_of(self.path))
-        return CheckpointError(
-            f"no checkpoint in {self.path} can be restored, and there are damaged ones:{reasons}",
-            fixes=[
-                "repair them, and rename them back to their numbers",
-                "to start a new run on purpose: another folder, or move the damaged ones elsewhere",
-            ],
-        )
+    def _nothing_to_restore(self) -> CheckpointError:
+        """The error of a folder in which no checkpoint can be restored, with the reason for each that is damaged."""
+        text, fixes = f"there is no checkpoint in {self.path}", ["restore_or(init, …) creates a new state in this case"]
+        if damaged := damaged_of(self.path):
+            reasons = "".join(f"\n  {name}: {reason}" for name, reason in damaged)
+            text = f"no checkpoint in {self.path} can be restored, and there are damaged ones:{reasons}"
+            another = "to start a new run on purpose: another folder, or move the damaged ones elsewhere"
+            fixes = ["repair them, and rename them back to their numbers", another]
+        return CheckpointError(text, fixes=fixes)
 
     def restore_or(self, init: Any, *args: Any, data: Any = None) -> tuple[Any, int]:
         """The newest saved state; in a folder without checkpoints, also damaged ones, a new one: ``init(*args)``.
@@ -363,10 +344,10 @@ class Checkpoints:
         """
         self.describe(init, *args)
         steps = self.steps()
-        if steps or self._copy(steps) is not None:
+        if steps or self._copies(steps):
             return self.restore(init.abstract(*args), data=data)
         if exchange("list the damaged checkpoints", damaged_of(self.path))[0]:
-            raise self._only_damaged()
+            raise self._nothing_to_restore()
         state = init(*args)
         self._open()
         for x in by_name(state)[0].values():  # compiled now, and not while the first save holds up a step
@@ -659,9 +640,8 @@ def _json(x: Any, where: str) -> Any:
     if type(x) in (dict, list):
         for k, v in x.items() if type(x) is dict else enumerate(x):
             if type(x) is dict and type(k) is not str:
-                raise CheckpointError(
-                    f"{where} has the key {k!r}, which JSON would change to a text", fixes=[f"use the key {str(k)!r}"]
-                )
+                text = f"{where} has the key {k!r}, which JSON would change to a text"
+                raise CheckpointError(text, fixes=[f"use the key {str(k)!r}"])
             _json(v, f"{where}[{k!r}]")
         return x
     try:
@@ -702,22 +682,21 @@ def _is_proof(error: Exception) -> bool:
         return False
     if isinstance(error, OSError):
         return isinstance(error, FileNotFoundError)
-    return isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or bool(
-        re.search(rf"\b({_PROOF})\b", str(error))
-    )
+    proof = re.search(rf"\b({_PROOF})\b", str(error))
+    return isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or proof is not None
 
 
-def _state_of(copy: Copy, like: Any, partial: bool) -> Any:
-    """The state of a copy in memory in the trees and shardings of ``like``; arguments and errors as of :func:`_read`."""
+def _read_copy(copy: Copy, like: Any, partial: bool) -> tuple[Any, dict[str, Any]]:
+    """(state, metadata) of a copy in memory; arguments and errors as of :func:`_read`."""
     wanted, back = by_name(like)
     saved = copy.facts["leaves"]
     _compare("memory", copy.step, wanted, saved, partial)
     arrays = copy.read({p: _target(x, p) for p, x in wanted.items() if p in copy.facts["stored"]})
-    return back({p: _restored(p, arrays.get(p), x, saved[p]) for p, x in wanted.items()})
+    return back({p: _restored(p, arrays.get(p), x, saved[p]) for p, x in wanted.items()}), copy.facts
 
 
-def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str, Any]]:
-    """(state, metadata) of the checkpoint of ``step``; if one process fails, all raise.
+def _read(path: str, step: int | Copy, like: Any, partial: bool) -> tuple[Any, dict[str, Any]]:
+    """(state, metadata) of the checkpoint of ``step``, or of a copy in memory; if one process fails, all raise.
 
     Args:
       like: the tree whose shapes, dtypes and shardings the state gets.
@@ -728,14 +707,17 @@ def _read(path: str, step: int, like: Any, partial: bool) -> tuple[Any, dict[str
       _DamagedError: it is damaged.
       DigestError: an array differs from its digest.
     """
+    if isinstance(step, Copy):
+        return _read_copy(step, like, partial)
     wanted, back = by_name(like)
     facts = _read_by_all(path, step, lambda: facts_of(path, step))
     saved = facts["leaves"]
     _compare(path, step, wanted, saved, partial)
-    stored = {p: x for p, x in wanted.items() if "digest" in saved[p]}
-    arrays = _read_by_all(
-        path, step, lambda: read_leaves(path, step, facts, {p: _target(x, p) for p, x in stored.items()})
-    )
+
+    def read() -> dict[str, Any]:
+        return read_leaves(path, step, facts, {p: _target(x, p) for p, x in wanted.items() if "digest" in saved[p]})
+
+    arrays = _read_by_all(path, step, read)
     digests = Digests(arrays, copied=False)
     found = exchange("the digests of a restored checkpoint", digests.totals(), digests.texts)
     for p in arrays:

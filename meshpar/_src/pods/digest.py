@@ -244,7 +244,6 @@ def digests_of_parts(arrays: Sequence[jax.Array]) -> list[str]:
 
     Small ones are hashed on the host, which has nothing to compile for them.
     """
-    made = [_digest_of_one(x) if x.nbytes > SMALL else data_of(x) for x in arrays]
-    return [
-        as_text(y if x.nbytes > SMALL else digest_on_host(np.asarray(y))) for x, y in zip(arrays, made, strict=True)
-    ]
+    on_devices = [_digest_of_one(x) if x.nbytes > SMALL else None for x in arrays]  # started before one is read
+    pairs = zip(arrays, on_devices, strict=True)
+    return [as_text(digest_on_host(np.asarray(data_of(x))) if pair is None else pair) for x, pair in pairs]

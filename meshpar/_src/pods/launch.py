@@ -99,37 +99,23 @@ class Job:
 
     command: tuple[str, ...]
     processes: int
-    devices: int | None = option(
-        None, "--devices", "of all processes: CPU stand-ins, or GPUs of this machine", type=int
-    )
-    restarts: int = option(0, "--restarts", "start again so often after a loss (%(default)s)", type=int)
+    devices: int | None = option(None, "of all processes: CPU stand-ins, or GPUs of this machine")
+    restarts: int = option(0, "start again so often after a loss (%(default)s)")
     least: int | None = option(
-        None, "--min", "continue with those that remain, at least so many (default: restart all)", type=int
+        None, "continue with those that remain, at least so many (default: restart all)", flag="--min"
     )
-    timeout: float = option(
-        30.0, "--timeout", "seconds without a sign of life until a process is lost (%(default)s)", type=float
-    )
-    stuck: float = option(
-        300.0, "--stuck", "seconds that a process may stay behind the others (%(default)s)", type=float
-    )
-    grace: float = option(30.0, "--grace", "seconds to save after SIGTERM (%(default)s)", type=float)
-    logs: Path | None = option(
-        None, "--logs", "where logs go (default: a temporary folder, kept after a failure)", type=Path, metavar="DIR"
-    )
-    slices: int = option(1, "--slices", "groups of processes that are lost together (%(default)s)", type=int)
+    timeout: float = option(30.0, "seconds without a sign of life until a process is lost (%(default)s)")
+    stuck: float = option(300.0, "seconds that a process may stay behind the others (%(default)s)")
+    grace: float = option(30.0, "seconds to save after SIGTERM (%(default)s)")
+    logs: Path | None = option(None, "where logs go (default: a temporary folder, kept after a failure)", metavar="DIR")
+    slices: int = option(1, "groups of processes that are lost together (%(default)s)")
     lose: tuple[int, int] | None = option(
-        None,
-        "--lose",
-        "kill a slice at the n-th call of a function, as a rehearsal",
-        type=_lost_slice,
-        metavar="SLICE@CALL",
+        None, "kill a slice at the n-th call of a function, as a rehearsal", type=_lost_slice, metavar="SLICE@CALL"
     )
     elastic: str | None = option(
-        None, "--elastic", "mesh axis over the slices: after a loss the others continue at once", metavar="AXIS"
+        None, "mesh axis over the slices: after a loss the others continue at once", metavar="AXIS"
     )
-    back: float | None = option(
-        None, "--back", "with --elastic: a lost slice joins at the first save after so many seconds", type=float
-    )
+    back: float | None = option(None, "with --elastic: a lost slice joins at the first save after so many seconds")
 
     @property
     def each(self) -> int:

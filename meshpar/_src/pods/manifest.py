@@ -36,11 +36,9 @@ class Manifest:
     topology: str
     command: tuple[str, ...]
     name: str
-    image: str = option(
-        "IMAGE", "--image", "container image of a JobSet, with Python, jax, meshpar and the script (%(default)s)"
-    )
-    restarts: int = option(20, "--restarts", "of a JobSet after a loss (%(default)s)", type=int)
-    time: str = option("12:00:00", "--time", "limit of a Slurm job (%(default)s)")
+    image: str = option("IMAGE", "container image of a JobSet, with Python, jax, meshpar and the script (%(default)s)")
+    restarts: int = option(20, "of a JobSet after a loss (%(default)s)")
+    time: str = option("12:00:00", "limit of a Slurm job (%(default)s)")
 
 
 def manifest(job: Manifest, to: str | None = None) -> str:

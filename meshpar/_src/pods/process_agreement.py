@@ -36,13 +36,12 @@ from .data import SAMPLES
 from .digest import digests_of_parts, starts_of
 from .watch import CALLS
 
-SHORT = 200
 SECONDS = 600.0
 """Timeout of a process for the others, if no watch reports that they have ended."""
 
 _ADDRESS = re.compile(r"0x[0-9a-f]{4,}")
-_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
-             "jax_numpy_dtype_promotion", "jax_use_shardy_partitioner", "jax_debug_nans")  # fmt: skip
+_SETTINGS = """jax_enable_x64 jax_default_matmul_precision jax_default_prng_impl jax_threefry_partitionable
+    jax_numpy_dtype_promotion jax_use_shardy_partitioner jax_debug_nans""".split()
 _FIXES = {
     "values": [
         "host arrays are global values, which must be equal in every process",
@@ -255,7 +254,7 @@ def agree(name: str, facts: Mapping[str, Sequence[str]]) -> None:
       AgreementError: with the process, the field, and both values. Every process raises it.
     """
     made = {f: "\n".join(lines) for f, lines in facts.items()}
-    said = {f: x if len(x) <= SHORT else f"#{_hash(x)}" for f, x in made.items()}
+    said = {f: hashlib.sha256(x.encode()).hexdigest() for f, x in made.items()}
     verdict = exchange(f"agree on `{name}`", said, _difference)
     if not verdict:
         return
@@ -271,10 +270,6 @@ def agree(name: str, facts: Mapping[str, Sequence[str]]) -> None:
     error = AgreementError("\n".join([head, *rows]), fixes=[*_FIXES.get(field, _ANY_FIX)])
     error.process, error.field, error.values = asked[1], field, values
     raise error
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _difference(sheets: list[dict[str, str]]) -> tuple[str, list[int]] | None:

@@ -337,9 +337,8 @@ class Judge:
             if said["count"] == beats[first]["count"]:
                 continue
             if said["over"]:
-                text = (
-                    f"process {p} ended its script after {_last(said)}, but process {first} is in {_last(beats[first])}"
-                )
+                others = f"process {first} is in {_last(beats[first])}"
+                text = f"process {p} ended its script after {_last(said)}, but {others}"
                 return Cause(p, "ended", f"LostProcessError: {text}", PROGRAM)
             if silent > self.stuck:
                 error = StuckProcessError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from ..compat.loops import loop_parts, operands_of_bodies
@@ -75,7 +75,7 @@ class DimUses:
         self.read_by: defaultdict[Op, set[DimClass]] = defaultdict(set)
         self.lookups: list[tuple[DimClass, Op]] = []
         self.batch_dim: dict[Value, int] = {}
-        self._is_data: dict[Value, bool] = {}
+        self._is_data = set(self.data)  # and the values that are computed from data
         # activation → the ops, other than elementwise ones, that its values come from
         self._sources: dict[Value, frozenset[Op]] = {}
         self._plain: set[Value] = set()  # results of matmuls, up to linear elementwise ops
@@ -95,8 +95,7 @@ class DimUses:
             x, y = self.full(a), self.full(b)
             self.twins[x].add(y)
             self.twins[y].add(x)
-        data = set(self.data)
-        self._walk(program.root, {v: v in data for v in program.inputs})
+        self._walk(program.root)
 
     def _recurrent(self, program: Program) -> set[tuple[DimClass, DimClass]]:
         """(dim that a scan slices, dim of its carry): of data whose first dim is time, and whose second one is the batch."""
@@ -135,15 +134,14 @@ class DimUses:
 
     # -- the walk
 
-    def _walk(self, frame: Frame, is_data: Mapping[Value, bool]) -> None:
-        """Record the uses in a frame and its bodies; ``is_data``: of its arguments."""
-        self._is_data.update(is_data)
+    def _walk(self, frame: Frame) -> None:
+        """Record the uses in a frame and its bodies."""
         for op in frame.ops:
             self._order[op] = len(self._order)
             self._made_by.update(dict.fromkeys(op.outs, op))
-            depends = any(v is not None and self._is_data.get(v, False) for v in op.ins)
+            depends = not self._is_data.isdisjoint(op.ins)
             flags = self._body(op, depends) if op.frames else [depends] * len(op.outs)
-            self._is_data.update(zip(op.outs, flags, strict=True))
+            self._is_data.update(itertools.compress(op.outs, flags))
             if not op.frames and op.derivative_pass != "backward":
                 self._record(op)
 
@@ -160,29 +158,26 @@ class DimUses:
             for inner, outer in arguments:
                 if outer in self._sources:
                     self._sources[inner] = self._sources[outer]
-            flags = {
-                a: (depends and a in carries) or self._is_data.get(b, False) for a, b in arguments if b is not None
-            }
-            self._walk(body, flags | {a: depends and a in carries for a, b in arguments if b is None})
+            self._is_data.update(a for a, b in arguments if (depends and a in carries) or b in self._is_data)
+            self._walk(body)
             results = body.outs()
             if len(results) == len(op.outs):  # not the condition of a loop
-                pairs = zip(computed, results, strict=True)
-                computed = [a or (r is not None and self._is_data.get(r, False)) for a, r in pairs]
+                computed = [a or r in self._is_data for a, r in zip(computed, results, strict=True)]
             for out in op.outs:
                 own = next((r for r in results if r is not None and r.nodes is out.nodes), None)
-                self._sources[out] = self._sources.get(own, frozenset((op,))) if own is not None else frozenset((op,))
+                self._sources[out] = self._sources.get(own, frozenset((op,)))
                 if own in self._plain:
                     self._plain.add(out)
         if op.primitive.family == "scan":
             for value in loop_parts(op.eqn).split(op.ins)[2]:
-                if value is not None and not self._is_data.get(value, False) and value.nodes[0] != NONE:
+                if value is not None and value not in self._is_data and value.nodes[0] != NONE:
                     self._add(Fact.LOOPED, self.paths.keys() & {self.full(value.nodes[0])}, op)
         return computed
 
     def _record(self, op: Op) -> None:
         """Record how an op of the forward pass uses the dims of its operands."""
         ins = [v for v in op.ins if v is not None]
-        data = [v for v in ins if self._is_data.get(v, False)]
+        data = [v for v in ins if v in self._is_data]
         family = op.primitive.family
         if family in ("dot", "conv", "gather", "kernel") and len(ins) >= 2:
             {"dot": self._dot, "conv": self._conv, "gather": self._gather, "kernel": self._kernel}[family](

@@ -138,7 +138,7 @@ class Op:
     @property
     def module(self) -> str:
         """The path of the Flax modules and named scopes that the op is in, ``ViT/encoder/layer_0/attention``. Without any, as in
-        Flax NNX, that of the argument that a matmul reads, ``blocks/0/up`` of ``model/blocks/0/up/kernel``; "" without either."""
+        Flax NNX, the path of a weight that a matmul reads, ``blocks/0/up`` of ``model/blocks/0/up/kernel``; "" without either."""
         parent = self.frame.parent
         scopes = "/".join(filter(None, ("" if parent is None else parent.module, module_of(self.eqn))))
         if scopes or not self.primitive.matmul:
@@ -154,7 +154,7 @@ class Op:
     def location(self) -> str:
         """Where the op is, for reports: the path of the modules and the user's line, ``Block/mlp/up (llama.py:324)``.
 
-        Without modules, the user's line and that of the package that has the model: ``train.py:12 (loss), in package.py:7 (up)``.
+        Without modules, the user's line and the line in the model's package: ``train.py:12 (loss), in package.py:7 (up)``.
         """
         return self._location(self.module)
 
@@ -248,7 +248,7 @@ def module_of_argument(value: Value, frame: Frame) -> str:
 
 
 def _argument_of(value: Value, frame: Frame) -> str:
-    """The path of the argument that a value in a frame is, or of which it is a slice, cast or transpose; "": there is none."""
+    """The path of the argument that a value in a frame is, or that it is a slice, cast or transpose of; "" without one."""
     while value.path is None or value.op is not None:
         operands: Sequence[Value | None] = ()
         if value.op is not None:

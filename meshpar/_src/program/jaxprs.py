@@ -8,7 +8,16 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from ..compat.jax import Atom, body_consts, body_operands, replace_body
+from ..compat.jax import (
+    Atom,
+    abstract_array,
+    aval_of,
+    body_consts,
+    body_operands,
+    make_generated_jaxpr,
+    on_host,
+    replace_body,
+)
 from ..rules import bodies, primitive
 
 # -- bodies
@@ -124,6 +133,18 @@ def inline(
             eqns.append(eqn.replace(invars=invars, outvars=outs, **changes))
         names.update(zip(eqn.outvars, outs, strict=True))
     return renamed(jaxpr.outvars, names)
+
+
+def abstract(atom: Atom) -> Any:
+    """The abstract array of an atom, as an argument of a function that is traced."""
+    aval = aval_of(atom)
+    return abstract_array(aval.shape, aval.dtype, aval.weak_type, on_host(aval))
+
+
+def equations_of(fn: Callable[..., Any], atoms: Sequence[Atom], source: Any) -> tuple[list[JaxprEqn], list[Atom]]:
+    """(the equations of ``fn(*atoms)``, a function that meshpar wrote, with this source; the atoms of its results)."""
+    traced, eqns = make_generated_jaxpr(fn, *map(abstract, atoms)), list[JaxprEqn]()
+    return eqns, inline(eqns, traced.jaxpr, traced.consts, atoms, source_info=source)
 
 
 def flatten(closed: ClosedJaxpr) -> ClosedJaxpr:

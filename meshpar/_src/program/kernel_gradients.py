@@ -41,15 +41,8 @@ def differentiable(kernel: Kernel) -> Callable[..., Any]:
         return kernel_p.bind(*xs, kernel=kernel)
 
     def forward(*xs: Any) -> tuple[list[Any], Any]:
-        """Forward pass of the ``custom_vjp``: (results, residuals), with the residuals as
-        ``(_Static(passes), arrays)``.
-
-        Without separate passes (``_Static(None)``), the arrays are the operands, and the backward pass recomputes the
-        kernel.
-        """
-        passes = with_residuals(kernel, _avals(xs))
-        if passes is None:
-            return run(*xs), (_Static(None), xs)
+        """Forward pass of the ``custom_vjp``: (results, residuals), with the residuals as ``(_Static(passes), arrays)``."""
+        passes = forward_backward(kernel, tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs))
         out = differentiable(passes.forward)(*xs)
         results = len(kernel.notation.outs)
         pools = {"operand": xs, "result": out[:results], "residual": out[results:]}
@@ -64,15 +57,8 @@ def differentiable(kernel: Kernel) -> Callable[..., Any]:
               operands.
         """
         passes, arrays = saved[0].value, saved[1]
-        float_outs = [ct.dtype != jax.dtypes.float0 for ct in cts]
-        cts = [ct for ct, f in zip(cts, float_outs, strict=True) if f]
-        if passes is None:
-            avals = _avals(arrays)
-            back = recomputing_backward(kernel, tuple(map(_inexact, avals)), tuple(float_outs))
-        else:
-            avals, back = passes.avals, passes.backward
-        grads = iter(differentiable(back)(*arrays, *cts))
-        return tuple(next(grads) if _inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in avals)
+        grads = iter(differentiable(passes.backward)(*arrays, *(ct for ct in cts if ct.dtype != jax.dtypes.float0)))
+        return tuple(next(grads) if _inexact(x) else np.zeros(x.shape, jax.dtypes.float0) for x in passes.avals)
 
     run.defvjp(forward, backward)
     return run
@@ -84,10 +70,6 @@ class _Static:
     value: Any
 
 
-def _avals(xs: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)
-
-
 def _inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -97,10 +79,10 @@ def _inexact(x: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """A kernel's forward pass, which also returns residuals, and its backward pass, each as a kernel with a rule.
+    """A kernel's forward pass and its backward pass, each as a kernel with a rule.
 
     Attributes:
-      forward: operands → results, then residuals.
+      forward: operands → results, then residuals; the kernel itself if the backward pass recomputes it.
       backward: saved arrays, cotangents of the floating-point results → cotangents of the floating-point operands.
       saved: the source of each saved array.
       avals: shapes and dtypes of the operands.
@@ -113,14 +95,17 @@ class ForwardBackward:
 
 
 @cached
-def with_residuals(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardBackward | None:
-    """The forward and backward pass for these operands; None: the residuals cannot be sharded as the operands are."""
+def forward_backward(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> ForwardBackward:
+    """The forward and backward pass for these operands; the latter recomputes the kernel if its residuals cannot be sharded as the
+    operands are."""
+    notation, floats = kernel.notation, tuple(map(_inexact, avals))
+    float_outs = tuple(map(_inexact, jax.tree.leaves(kernel.shapes(*avals))))
+    cotangents = tuple(itertools.compress(notation.outs, float_outs))
     traced = _residual_dims(kernel, avals) if kernel.local is None else None
     if traced is None:
-        return None
+        operands = tuple(("operand", i) for i in range(len(avals)))
+        return ForwardBackward(kernel, recomputing_backward(kernel, floats, float_outs), operands, avals)
     pulled, residuals = traced
-    notation = kernel.notation
-    cotangents = tuple(itertools.compress(notation.outs, map(_inexact, jax.tree.leaves(kernel.shapes(*avals)))))
     dims_of = {"operand": notation.ins, "result": notation.outs, "residual": residuals}
     recomputed_from = [("operand", i) for i in pulled.recomputed_from]
     saved = list(dict.fromkeys([*(s for s in pulled.sources if s[0] != "recomputed"), *recomputed_from]))
@@ -155,7 +140,7 @@ def with_residuals(kernel: Kernel, avals: tuple[jax.ShapeDtypeStruct, ...]) -> F
         return [*results, *(x for x, (which, _) in zip(leaves, pulled.sources, strict=True) if which == "residual")]
 
     ins = (*(dims_of[w][i] for w, i in saved), *cotangents)
-    rule = _backward_rule(notation, ins, map(_inexact, avals))
+    rule = _backward_rule(notation, ins, floats)
     backward = Kernel(back, rule, None, None, f"{kernel.name} backward", forward=(kernel, avals))
     both = replace(notation, outs=(*notation.outs, *residuals))
     forward_kernel = Kernel(forward, both, None, None, kernel.name)

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +23,7 @@ from meshpar_kernels._choose import OUTLINE
 from ...errors import LayoutSyntaxError, RankError, UnsupportedError
 from ..compat.jax import one_trace_context, requires_devices
 from ..rules.rule import Kind, OpRule
-from ..rules.spmd import Factors, Send
+from ..rules.spmd import Axes, Factors, Send, Shapes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -300,9 +300,7 @@ class Kernel:
         r.outs = [dims(d, s) for d, s in zip(self.notation.outs, out_shapes, strict=True)]
         if (sends := self.sends) is not None:
 
-            def listed(
-                local: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-            ) -> list[Send]:
+            def listed(local: Shapes, axes: Axes, sizes: Mapping[str, int]) -> list[Send]:
                 """The collectives of the kernel's local function.
 
                 Args:
@@ -331,9 +329,8 @@ class Kernel:
         """
         if self.works is None:
             return None
-        names = dict.fromkeys(self.notation.marks)
         structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        return self.works(structs, ShardCounts({f: tuple(axes.get(f, ())) for f in names}, sizes))
+        return self.works(structs, ShardCounts({f: tuple(axes.get(f, ())) for f in self.notation.marks}, sizes))
 
     def on_shards(self, *xs: Any, axes: Mapping[str, tuple[str, ...]]) -> list[Any]:
         """The results of one device for its shards."""
@@ -349,41 +346,32 @@ class Kernel:
         )
         outs = tuple(((name,), *dims) for dims in self.notation.outs)
         notation = Notation(f"{self.notation.text} (vmap)", ins, outs, {**self.notation.marks, name: ""})
-        fn = jax.vmap(lambda *xs: jax.tree.leaves(self.fn(*xs)), in_axes=tuple(where))
-        inner, plain = self.local, self.sends
+        over = functools.partial(jax.vmap, in_axes=tuple(where))
 
         def local(*xs: Any, axes: Mapping[str, tuple[str, ...]]) -> Any:
-            assert inner is not None
-            return jax.vmap(functools.partial(inner, axes=axes), in_axes=tuple(where))(*xs)
+            inner: Any = self.local
+            return over(functools.partial(inner, axes=axes))(*xs)
 
-        def alone(avals: Sequence[jax.ShapeDtypeStruct]) -> tuple[int, list[jax.ShapeDtypeStruct]]:
-            """(size of the batch dim, the operands without it)."""
+        def of_each(declared: Any, avals: Sequence[jax.ShapeDtypeStruct], parts: ShardCounts) -> tuple[int, Any]:
+            """(size of the batch dim, the result of ``declared`` for the operands without it)."""
+            pairs = list(zip(avals, where, strict=True))
             one = [
-                a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype)
-                for a, d in zip(avals, where, strict=True)
+                a if d is None else jax.ShapeDtypeStruct((*a.shape[:d], *a.shape[d + 1 :]), a.dtype) for a, d in pairs
             ]
-            return next(a.shape[d] for a, d in zip(avals, where, strict=True) if d is not None), one
+            return next(a.shape[d] for a, d in pairs if d is not None), declared(one, parts)
 
         def sends(avals: Sequence[jax.ShapeDtypeStruct], parts: ShardCounts) -> list[KernelSend]:
-            assert plain is not None
-            size, one = alone(avals)
-            return [replace(s, shape=(size, *s.shape), hidden=size * s.hidden) for s in plain(one, parts)]
-
-        work = self.works
+            size, each = of_each(self.sends, avals, parts)
+            return [replace(s, shape=(size, *s.shape), hidden=size * s.hidden) for s in each]
 
         def works(avals: Sequence[Any], parts: ShardCounts) -> KernelWork:
             """FLOPs and memory of the batched kernel: of one element, times the number of local elements."""
-            assert work is not None
-            size, one = alone(avals)
-            each = work(one, parts)
-            numbers = (each.flops, each.backward, each.model_flops)
-            flops, back, model = (None if n is None else size * n for n in numbers)
-            return KernelWork(flops, size * each.memory, back, model)
+            size, each = of_each(self.works, avals, parts)
+            return KernelWork(*(n if n is None else size * n for n in astuple(each)))
 
-        return Kernel(
-            fn, notation, inner and local, plain and sends, self.name, self.permutation_partial, works if work else None,
-            tuple(form.batched(where) for form in self.forms),
-        )  # fmt: skip
+        fn, forms = over(lambda *xs: jax.tree.leaves(self.fn(*xs))), tuple(form.batched(where) for form in self.forms)
+        own: Any = {"local": self.local and local, "sends": self.sends and sends, "works": self.works and works}
+        return replace(self, fn=fn, notation=notation, **own, forms=forms, forward=None, memo={})
 
 
 def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tuple[list[Any], list[int]]:

@@ -230,10 +230,6 @@ class Unifier:
                 for own, other in zip(parts, others, strict=True):
                     self.unify_weak(own, other)
 
-    def named(self, atom: int) -> bool:
-        """Whether the weak class of an atom has a name that is not inherited."""
-        return bool(self.names_in(self.weak_class(atom)))
-
     def weak_class(self, atom: int) -> list[int]:
         """The members of the weak class of an atom."""
         return self.weak_members[self.weak_root(atom)]
@@ -257,7 +253,7 @@ class Unifier:
             return True
         if not self.weak_occurs[ra].isdisjoint(self.weak_occurs[rb]):
             if self.prime_of.get(ra) is None and self.prime_of.get(rb) is None:
-                na, nb = self.named(ra), self.named(rb)
+                na, nb = (self.names_in(self.weak_class(r)) for r in (ra, rb))
                 if na and nb:
                     self.soft.append((ra, rb, where))
                 elif na or not nb:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,58 +14,41 @@ from jax.interpreters import ad, batching, mlir
 from ...errors import LayoutSyntaxError
 from ..dims import DimsLike, fit_dims, parse_dims
 
-name_dims_p = Primitive("name_dims")
-rename_dims_p = Primitive("rename_dims")
-place_p = Primitive("place")
-
 
 def _identity(x, **_):
     return x
 
 
-for _p in (name_dims_p, rename_dims_p, place_p):
-    _p.def_impl(_identity)
-    _p.def_abstract_eval(_identity)
-    mlir.register_lowering(_p, lambda ctx, x, **_: [x])
+def _primitive(name: str, fn: Callable[..., Any] = _identity, type_of: Callable[..., Any] = _identity) -> Primitive:
+    """A primitive that is evaluated, and lowered, as a function of arrays; ``type_of``: the type of its result."""
+    primitive = Primitive(name)
+    primitive.def_impl(fn)
+    primitive.def_abstract_eval(type_of)
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
+    return primitive
 
 
-reduce_in_p = Primitive("reduce_in")
-reduce_in_p.def_impl(lambda x, *, dtype: lax.convert_element_type(x, dtype))
-reduce_in_p.def_abstract_eval(lambda x, *, dtype: x.update(dtype=dtype, weak_type=False))
-mlir.register_lowering(
-    reduce_in_p, mlir.lower_fun(lambda x, *, dtype: lax.convert_element_type(x, dtype), multiple_results=False)
+name_dims_p, rename_dims_p, place_p = map(_primitive, ("name_dims", "rename_dims", "place"))
+
+reduce_in_p = _primitive(
+    "reduce_in",
+    lambda x, *, dtype: lax.convert_element_type(x, dtype),
+    lambda x, *, dtype: x.update(dtype=dtype, weak_type=False),
 )
 ad.deflinear2(reduce_in_p, lambda ct, x, *, dtype: [lax.convert_element_type(ct, x.aval.dtype)])
 batching.defvectorized(reduce_in_p)
 
-
-def _times_power(x: Any, scale: Any) -> Any:
-    return x * lax.convert_element_type(scale, x.dtype)
-
-
-times_power_p = Primitive("times_power_of_two")
+times_power_p = _primitive(
+    "times_power_of_two", lambda x, scale: x * lax.convert_element_type(scale, x.dtype), lambda x, scale: x
+)
 """``x, scalar → x * scalar``, where the scalar is a finite power of two, so that the product is exact: it may be taken before a
 sum over devices."""
-times_power_p.def_impl(_times_power)
-times_power_p.def_abstract_eval(lambda x, scale: x)
-mlir.register_lowering(times_power_p, mlir.lower_fun(_times_power, multiple_results=False))
+batching.defbroadcasting(times_power_p)
 
-in_blocks_p = Primitive("in_blocks")
+in_blocks_p = _primitive("in_blocks")
 """An identity: along each dim the elements have a common scale in blocks of so many (``blocks``), which no sharding may cut.
 
 ``path`` is the weight whose matmul reads the array."""
-in_blocks_p.def_impl(_identity)
-in_blocks_p.def_abstract_eval(_identity)
-mlir.register_lowering(in_blocks_p, lambda ctx, x, **_: [x])
-
-
-def _batch_in_blocks(args, axes, *, blocks, path):
-    (x,), (d,) = args, axes
-    return in_blocks_p.bind(x, blocks=(*blocks[:d], 1, *blocks[d:]), path=path), d
-
-
-batching.defbroadcasting(times_power_p)
-batching.primitive_batchers[in_blocks_p] = _batch_in_blocks
 
 
 def reduce_in(x: Any, dtype: Any) -> Any:
@@ -89,7 +73,7 @@ def _added(total: Any, row: Any, index: Any) -> Any:
     return lax.dynamic_update_index_in_dim(total, old + row, index, 0)
 
 
-add_row_p = Primitive("add_row")
+add_row_p = _primitive("add_row", _add_row, lambda total, row, index, where, *, late: total.update(weak_type=False))
 """``[n, k, …], [k, …], int32 index, bool [k] → [n, k, …]``: the second array is added to a row of the first where the last is true.
 
 With an int32 [k] index, each of k parts is added to a row of its own.
@@ -97,9 +81,6 @@ With an int32 [k] index, each of k parts is added to a row of its own.
 A loop that carries the first array adds to it in place. ``late``: a partial row is added before it is reduced, also where the
 layout shards the row further than it is then sharded.
 """
-add_row_p.def_impl(_add_row)
-add_row_p.def_abstract_eval(lambda total, row, index, where, *, late: total.update(weak_type=False))
-mlir.register_lowering(add_row_p, mlir.lower_fun(_add_row, multiple_results=False))
 
 
 def named(x: Any, dims: DimsLike) -> Any:
@@ -174,16 +155,17 @@ ad.deflinear2(
 )
 
 
-def _batch_named(args, axes, *, names, **origin):
-    (x,), (d,) = args, axes
-    return name_dims_p.bind(x, names=(*names[:d], None, *names[d:]), **origin), d
+def _batch_by_dim(primitive: Primitive, key: str, unnamed: Any) -> None:
+    """Batch a primitive whose parameter ``key`` has an entry for each dim; ``unnamed``: the entry of the batch dim."""
+
+    def batched(args, axes, **params):
+        (x,), (d,), own = args, axes, params[key]
+        return primitive.bind(x, **{**params, key: (*own[:d], unnamed, *own[d:])}), d
+
+    batching.primitive_batchers[primitive] = batched
 
 
-def _batch_place(args, axes, *, spec):
-    (x,), (d,) = args, axes
-    return place_p.bind(x, spec=(*spec[:d], (), *spec[d:])), d
-
-
-batching.primitive_batchers[name_dims_p] = _batch_named
-batching.primitive_batchers[place_p] = _batch_place
+_batch_by_dim(name_dims_p, "names", None)
+_batch_by_dim(place_p, "spec", ())
+_batch_by_dim(in_blocks_p, "blocks", 1)
 batching.primitive_batchers[rename_dims_p] = lambda args, axes, **names: (rename_dims_p.bind(*args, **names), *axes)

@@ -60,16 +60,18 @@ class Flow:
     ) -> set[Value]:
         found = set(seeds)
         todo = list(found)
+
+        def add(values: Iterable[Value]) -> None:
+            new = {v for v in values if v not in found and v not in owned}
+            found.update(new)
+            todo.extend(new)
+
         while todo:
             while todo:
-                new = {v for v in pairs.get(todo.pop(), ()) if v not in found and v not in owned}
-                found |= new
-                todo += new
+                add(pairs.get(todo.pop(), ()))
             for ins, outs in self.others if through else ():
                 if found.issuperset(ins):
-                    new = {v for v in outs if v not in found and v not in owned}
-                    found |= new
-                    todo += new
+                    add(outs)
         return found
 
     def bound(self, values: Iterable[Value]) -> set[Value]:
@@ -137,8 +139,8 @@ def name_parameters(program: Program) -> None:
     """Set the kind of undeclared optimizer state to ``opt``, the kind of parameters to ``params``; new values have the kind too.
 
     A parameter has a new value (:func:`new_values`) that is elementwise in optimizer state. An input without a new value may be a
-    copy of a parameter in another dtype: the new value is then a result of its shape and dtype that is elementwise in that of the
-    parameter.
+    copy of a parameter in another dtype: the new value is then a result of its shape and dtype that is elementwise in the new value
+    of the parameter.
     """
     for old, value in unread_state(program).items():
         old.kind = old.kind or "opt"

@@ -24,9 +24,7 @@ def with_matmuls_added_first(closed: ClosedJaxpr) -> ClosedJaxpr:
     An intermediate sum that another op reads is not reordered, and neither is an ``add`` in the user's function. Each body of a
     loop, branch or call is rewritten by itself. The closed jaxpr itself is returned if nothing changes.
     """
-    results: dict[
-        tuple[Any, ...], list[bool]
-    ] = {}  # of a jaxpr, by _signature: which of its results are those of matmuls
+    results: dict[tuple[Any, ...], list[bool]] = {}  # by _signature of a jaxpr: which of its results matmuls compute
 
     def change(jaxpr: Jaxpr) -> Jaxpr:
         """The jaxpr with reordered additions; adds its results to ``results``."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from ...errors import MeshError
@@ -15,7 +14,7 @@ from ..layout import AnyMesh
 from ..rules.control_flow import run_bodies
 from ..units import mesh_text
 from .casts import with_merged_casts, with_sunk_reductions
-from .jaxprs import inline, rewrite, with_eqns
+from .jaxprs import equations_of, rewrite, with_eqns
 from .primitives import place_p
 from .sums import with_matmuls_added_first
 
@@ -98,10 +97,9 @@ def _with_scalar_condition(eqn: Any) -> list[Any]:
     not changed, as in the compiled program."""
     if not _is_batched(eqn):
         return [eqn]
-    like = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
-    closed = make_jaxpr(
-        lambda *xs: run_bodies(eqn, xs, lambda body, consts, xs: jaxpr_as_fun(ClosedJaxpr(body, consts))(*xs)), *like
-    )
-    made: list[Any] = []
-    inline(made, closed.jaxpr, closed.consts, eqn.invars, source_info=eqn.source_info)
+
+    def run(*xs: Any) -> list[Any]:
+        return run_bodies(eqn, xs, lambda body, consts, xs: jaxpr_as_fun(ClosedJaxpr(body, consts))(*xs))
+
+    made, _ = equations_of(run, eqn.invars, eqn.source_info)
     return [*made[:-1], made[-1].replace(outvars=eqn.outvars)]

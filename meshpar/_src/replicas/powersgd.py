@@ -75,9 +75,8 @@ def powersgd(
         return PowerSGDState(jax.tree.unflatten(structure, rights), zeros_for(params, replicas, dim))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, PowerSGDState]:
-        weights, shared = weights_of(
-            "powersgd", updates, params, extra.get("weight"), weight, dim=dim, replicas=replicas
-        )
+        given = extra.get("weight"), weight
+        weights, shared = weights_of("powersgd", updates, params, *given, dim=dim, replicas=replicas)
 
         def one(path: str, x: jax.Array, q: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
             """An update, its right factor and its error → the mean and the next two."""

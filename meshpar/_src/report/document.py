@@ -41,9 +41,8 @@ class Document:
         path, writers = Path(path), self._writers()
         write = next((write for suffix, write in writers.items() if path.name.endswith(suffix)), None)
         if write is None:
-            raise UnsupportedError(
-                f"{path.name}: cannot be saved as `{path.suffix}`", fixes=[f"suffixes are {', '.join(writers)}"]
-            )
+            fix = f"suffixes are {', '.join(writers)}"
+            raise UnsupportedError(f"{path.name}: cannot be saved as `{path.suffix}`", fixes=[fix])
         path.write_text(write(), encoding="utf8")
 
     def _writers(self) -> dict[str, Callable[[], str]]:

@@ -5,12 +5,11 @@ The terminal (:mod:`.text`), pages (:mod:`.html`) and comparisons (:mod:`.diff`)
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..compat.jax import function_name
 from ..cost.caching import cached_on_plan
@@ -19,7 +18,9 @@ from ..cost.memory import memory_of
 from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..hardware.calibration import EFFICIENCIES
+from ..iterables import grouped, grouped_by
 from ..layout import UNSHARDED, Rule, Spec
+from ..plan.checks import sizes_of_results
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
@@ -37,11 +38,16 @@ MIN_PADDING_SHARE = 0.01
 MIN_LARGE_SHARE = 0.05
 """Fraction of the peak memory of the smallest array that is reported by name; :data:`MAX_LARGE` are at most."""
 MAX_LARGE = 3
-MEASURED_GPU_STEPS = (1.14, 1.18)
-"""Smallest and largest ratio of the measured to the planned time of train steps; source: ``benchmarks/results/device.md``."""
+MEASURED_GPU_STEPS = (1.0, 1.03)
+"""Smallest and largest ratio of the measured to the planned time of train steps on one H200; source:
+``benchmarks/results/device.md``. The rate of matmuls is fitted to the step with the smallest."""
+PUBLISHED_GPU_STEP = 1.14
+"""Ratio of the measured to the planned time of a step of MaxText on eight H100s; source: ``benchmarks/results/published.md``."""
 COMPILED_STEP_ERROR = 0.24
 """Largest difference of planned steps from the TPU compiler's schedules, without the kernels that these count as 0 s; source:
 ``benchmarks/results/agreement.md``."""
+STARTS = "starts of kernels"
+"""Part of a step: the seconds of short kernels beyond their work."""
 KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs", "constant": "constants"}
 """Label of each kind of argument, in the order of reports."""
 
@@ -73,6 +79,11 @@ def fits(plan: Plan) -> bool | None:
     return None if plan.chip is None else memory_of(plan).peak <= plan.chip.per_device().hbm
 
 
+def takes_text(fits: bool | None) -> str:
+    """``a step takes`` or, of a plan that does not fit, ``a step that fitted would take``."""
+    return "a step that fitted would take" if fits is False else "a step takes"
+
+
 def fit(peak: float, capacity: float) -> str:
     """``fits``, ``tight`` (above the part that a search allows, :data:`USABLE_FRACTION`) or ``too large``; both are bytes."""
     return "too large" if peak > capacity else "tight" if peak > USABLE_FRACTION * capacity else "fits"
@@ -84,7 +95,20 @@ def inputs_text(plan: Plan) -> str:
     inputs = [h for h in sorted(plan.inputs, key=lambda h: "batch" not in h.dims) if h.kind is None]
     integers = [h for h in inputs if "int" in h.dtype]
     sizes = {name: n for h in integers or inputs for name, n in zip(h.dims, h.shape, strict=True) if name}
-    return " × ".join(f"{name} {n:,}" for name, n in sizes.items())
+    return " × ".join(f"{name} {n:,}{_in_activations(plan, name, n)}" for name, n in sizes.items())
+
+
+def _in_activations(plan: Plan, name: str, n: int) -> str:
+    """`` (2,048 in activations, split over model)`` of a dim of ``n`` tokens of which a step reads all but one as inputs; "" of
+    others."""
+    if plan.program.cached(sizes_of_results).get(name) != n - 1:
+        return ""
+    results = (v for op in plan.program.root.walk() for v in op.outs)
+    dims = (
+        d for v in results for m, d in zip(v.shape, value_dims(plan, v), strict=True) if d[0] == name and m == n - 1
+    )
+    axes = "+".join(next((axes for _, axes in dims if axes), ()))
+    return f" ({n - 1:,} in activations{f', split over {axes}' if axes else ''})"
 
 
 def step_tokens(plan: Plan, dims: Iterable[str] = ("batch",)) -> int:
@@ -105,10 +129,12 @@ def time_bounds(time: Time) -> str:
 
 
 def parts_text(time: Time) -> str:
-    """The parts of a step if nothing overlaps, longest first: ``communication 212 ms, matmuls 80.9 ms, memory traffic 50.8 ms``."""
-    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector}
+    """The parts of a step if nothing overlaps, longest first, without those below a thousandth of it: ``communication 212 ms,
+    matmuls 80.9 ms, memory traffic 50.8 ms``."""
+    parts = {"matmuls": time.compute, "memory traffic": time.memory, "vector units": time.vector, STARTS: time.starts}
     parts |= {"communication": time.communication, "copies to and from the host": time.to_host + time.to_device}
-    return ", ".join(f"{k} {format_seconds(v)}" for k, v in sorted(parts.items(), key=lambda x: -x[1]) if v)
+    ranked = sorted(parts.items(), key=lambda x: -x[1])
+    return ", ".join(f"{k} {format_seconds(v)}" for k, v in ranked if v > 1e-3 * time.serial)
 
 
 def accuracy_text(plan: Plan) -> str:
@@ -116,7 +142,10 @@ def accuracy_text(plan: Plan) -> str:
     if plan.chip is None or not plan.chip.switch or plan.chip.calibration:
         return ""
     low, high = MEASURED_GPU_STEPS
-    return f"steps that were measured on one H200 took {low} to {high} times as long as planned"
+    return (
+        f"measured steps took {low} to {high} times as long as planned on one H200, {PUBLISHED_GPU_STEP} times on eight "
+        "H100s (MaxText, by NVIDIA)"
+    )
 
 
 def step_range(plan: Plan) -> tuple[tuple[float, float], str]:
@@ -124,22 +153,17 @@ def step_range(plan: Plan) -> tuple[tuple[float, float], str]:
     if plan.chip is None or plan.chip.calibration:
         return (1.0, 1.0), ""
     if plan.chip.switch:
-        return (1.0, MEASURED_GPU_STEPS[1]), "the longest that was measured on one H200"
+        return (1.0, PUBLISHED_GPU_STEP), "a step of MaxText that NVIDIA measured on eight H100s"
     return (1 - COMPILED_STEP_ERROR, 1 + COMPILED_STEP_ERROR), "the TPU compiler's schedules, estimates as well"
 
 
 def largest_text(plan: Plan) -> str:
     """The largest arrays at the peak other than parameters and optimizer state, with their number; "" if all are small."""
     memory = memory_of(plan)
-    sizes: dict[str, list[float]] = {}
-    for name, size, kind, _ in memory.largest:
-        if kind not in ("parameters", "optimizer state") and size >= MIN_LARGE_SHARE * memory.peak:
-            sizes.setdefault(name, []).append(size)
-    texts = [
-        f"{name} {format_memory(max(found))}{f' (× {len(found)})' if len(found) > 1 else ''}"
-        for name, found in itertools.islice(sizes.items(), MAX_LARGE)
-    ]
-    return f"largest: {', '.join(texts)}" if texts else ""
+    others = [array for array in memory.largest if array[2] not in ("parameters", "optimizer state")]
+    sizes = grouped((name, size) for name, size, *_ in others if size >= MIN_LARGE_SHARE * memory.peak)
+    texts = [f"{k} {format_memory(max(of))}" + f" (× {len(of)})" * (len(of) > 1) for k, of in sizes.items()]
+    return f"largest: {', '.join(texts[:MAX_LARGE])}" if texts else ""
 
 
 def padding_text(plan: Plan) -> str:
@@ -188,9 +212,8 @@ def blocking_collectives(plan: Plan) -> str:
     chip = plan.chip
     if chip is None:
         return ""
-    in_rings = {
-        c for step in plan.body.all_steps if isinstance(step, Reshard | Reduce) and step.ring for c in step.sends
-    }
+    rings = (step for step in plan.body.all_steps if isinstance(step, Reshard | Reduce) and step.ring)
+    in_rings = {c for step in rings for c in step.sends}
     blocking = [c for c in plan.collectives if not plan.is_async(c.op) and c not in in_rings]
     if not blocking:
         return ""
@@ -280,8 +303,7 @@ def argument_groups(
         donated = [i in plan.donated for i, h in enumerate(plan.inputs) if h.kind == kind]
         members = [h for h in (*plan.inputs, *plan.constants) if h.kind == kind]
         if members:
-            groups = [ArgumentGroup(tuple(g)) for g in grouped(members, key)]
-            ranked = sorted(groups, key=lambda g: -g.bytes)
+            ranked = sorted((ArgumentGroup(tuple(g)) for g in grouped_by(members, key)), key=lambda g: -g.bytes)
             how = " (some donated)" if any(donated) and not all(donated) else " (donated)" if any(donated) else ""
             yield label + how, ArgumentGroup(tuple(members)), ranked
 
@@ -289,14 +311,6 @@ def argument_groups(
 def shape_text(dtype: str, shape: Iterable[int]) -> str:
     """``float32[8, 128]``."""
     return f"{dtype}[{', '.join(map(str, shape))}]"
-
-
-def grouped(items: Iterable[Any], key: Callable[[Any], Hashable]) -> list[list[Any]]:
-    """The items with equal keys, in the order of their first members."""
-    groups: dict[Any, list[Any]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
 
 
 # -- collectives
@@ -381,7 +395,7 @@ def collective_groups(
 ) -> list[CollectiveGroup]:
     """Collectives with equal keys (by default kind, axes and cause) as groups, those that take longest first; where no time is
     estimated, those that send most first."""
-    groups = [tuple(sorted(g, key=lambda c: (-c.total_seconds, -c.total_bytes))) for g in grouped(collectives, key)]
+    groups = [tuple(sorted(g, key=lambda c: (-c.total_seconds, -c.total_bytes))) for g in grouped_by(collectives, key)]
     return sorted(map(CollectiveGroup, groups), key=lambda g: (-g.seconds, -g.bytes))
 
 
@@ -421,32 +435,20 @@ class RuleEffect:
 def rule_effects(plan: Plan) -> list[RuleEffect]:
     """One effect per rule, in the layout's order; a last one for collectives that no single rule causes, if there are any."""
     rules = plan.layout.rules
-    arguments: list[list[ShardedArray]] = [[] for _ in rules]
-    for h in plan.inputs:
-        for k in rules_of(plan, h):
-            arguments[k].append(h)
-    values = [0] * len(rules)
-    for value in dict.fromkeys((*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs))):
-        for name, axes in value_dims(plan, value):
-            k = _rule_index(plan, name, axes, value.path or "", value.kind) if axes else None
-            if k is not None:
-                values[k] += 1
-    caused: dict[Rule | None, list[Collective]] = {}
-    for c in plan.collectives:
-        caused.setdefault(plan.rule_of(c), []).append(c)
+    arguments = grouped((k, h) for h in plan.inputs for k in rules_of(plan, h))
+    every = dict.fromkeys((*plan.program.inputs, *(v for op in plan.program.root.walk() for v in op.outs)))
+    values = Counter(k for v in every for k in _rule_indices(plan, value_dims(plan, v), v.path or "", v.kind))
+    caused = grouped((plan.rule_of(c), c) for c in plan.collectives)
     out = []
     for k, rule in enumerate(rules):
-        group, causes = ArgumentGroup(tuple(arguments[k])), CollectiveGroup(tuple(caused.pop(rule, ())))
+        group, causes = ArgumentGroup(tuple(arguments.get(k, ()))), CollectiveGroup(tuple(caused.pop(rule, ())))
         out.append(RuleEffect(rule, parallelism(rule, rules[:k]), group, values[k], causes))
-    for causes in caused.values():
-        out.append(RuleEffect(None, "", ArgumentGroup(()), 0, CollectiveGroup(tuple(causes))))
-    return out
+    return out + [RuleEffect(None, "", ArgumentGroup(()), 0, CollectiveGroup(tuple(c))) for c in caused.values()]
 
 
 def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
     """Indices of the rules of the layout that shard an argument."""
-    indices = {_rule_index(plan, name, axes, h.path, h.kind) for name, axes in argument_dims(h) if axes}
-    return sorted(k for k in indices if k is not None)
+    return sorted(set(_rule_indices(plan, argument_dims(h), h.path, h.kind)))
 
 
 TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
@@ -454,32 +456,33 @@ _OF_DIM = {"batch": "data parallel", "expert": "expert parallel", "experts": "ex
 _OF_DIM |= dict.fromkeys(TENSOR_DIMS, "tensor parallel")
 
 
-def parallelism(rule: Rule, earlier: Iterable[Rule]) -> str:
+def parallelism(rule: Rule, earlier: Sequence[Rule]) -> str:
     """The name of the parallelism of a rule that has the dims of a scheme of :mod:`meshpar.layouts`; "" for other rules.
 
     Args:
       earlier: the rules before it. With ``batch: data`` before it, ``embed: data`` is FSDP.
     """
-    axes_of: dict[str, set[str]] = {}
-    for r in earlier:
-        axes_of.setdefault(r.dim, set()).update(r.axes)
-    axes, batch_axes = set(rule.axes), axes_of.get("batch", set())
+    axes = set(rule.axes)
+    batch_axes = {a for r in earlier if r.dim == "batch" for a in r.axes}
+    tensor_axes = {a for r in earlier if r.dim in TENSOR_DIMS for a in r.axes}
     if not axes:
         return ""
     if rule.dim == "seq":
-        if axes <= {a for dim in TENSOR_DIMS for a in axes_of.get(dim, ())}:
-            return "sequence parallel"
-        return "" if axes & batch_axes else "context parallel"
+        other = "" if axes & batch_axes else "context parallel"
+        return "sequence parallel" if axes <= tensor_axes else other
     if rule.dim in (*TENSOR_DIMS, "embed") and axes <= batch_axes:
         return "ZeRO-1" if rule.scope == "opt" else "FSDP"
     return _OF_DIM.get(rule.dim, "")
 
 
-def _rule_index(plan: Plan, name: str, axes: tuple[str, ...], path: str, kind: str | None) -> int | None:
-    """Index of the first rule that gives one of these axes to a dim of this name."""
-    names = name.strip("()").split()  # a merged dim: (heads head_dim)
-    candidates = plan.layout.rules_of(names, plan.layout.scopes_of(path, kind))
-    return next((k for k in candidates if set(plan.layout.rules[k].axes) & set(axes)), None)
+def _rule_indices(plan: Plan, dims: Iterable[DimAxes], path: str, kind: str | None) -> Iterator[int]:
+    """For each sharded dim, the index of the first rule that gives one of its axes to a dim of its name, if there is one."""
+    rules = plan.layout.rules
+    for name, axes in dims:
+        if axes:
+            names = name.strip("()").split()  # a merged dim: (heads head_dim)
+            candidates = plan.layout.rules_of(names, plan.layout.scopes_of(path, kind))
+            yield from [k for k in candidates if not set(axes).isdisjoint(rules[k].axes)][:1]
 
 
 def kernels_of(computation: Computation) -> Iterator[Kernel]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import MeshparError
@@ -17,6 +18,7 @@ from ..cost.memory import memory_of, with_donated
 from ..cost.time import time_of
 from ..dims import format_dims
 from ..hardware.topology import Topology, larger_topologies
+from ..iterables import grouped_by
 from ..layout import Layout
 from ..passes import replan
 from ..passes.advice import idle_axes
@@ -24,12 +26,12 @@ from ..plan.causes import name_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
-from ..plan.steps import Run, Step
-from ..program.ir import Op, Value
+from ..plan.steps import Step
+from ..program.ir import Op, Program, Value
 from ..program.pipeline import layer_loops
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
-from .facts import TENSOR_DIMS, USABLE_FRACTION, fits, global_bytes, grouped, kernels_of, location_of_op
+from .facts import TENSOR_DIMS, USABLE_FRACTION, fits, global_bytes, kernels_of, location_of_op
 
 MAX_HINTS = 3
 MIN_SAVED_SHARE = 0.01
@@ -48,9 +50,8 @@ def donation_hint(plan: Plan) -> str | None:
     what = f"saves {format_memory(saved)} of the peak of {format_memory(peak)}"
     if saved < MIN_SAVED_SHARE * peak and fits(plan) is not False:
         saved = at_end
-        what = (
-            f"frees {format_memory(saved)} at the end of the step; the peak, which is elsewhere, falls by less than 1 %"
-        )
+        elsewhere = "the peak, which is elsewhere, falls by less than 1 %"
+        what = f"frees {format_memory(saved)} at the end of the step; {elsewhere}"
     if saved < MIN_SAVED_SHARE * peak or saved <= 0:
         return None
     names = list(dict.fromkeys(path.partition("/")[0] for path in arguments.values()))
@@ -124,22 +125,28 @@ def _state_hint(plan: Plan) -> str | None:
     )
 
 
-def attention_hint(plan: Plan) -> str | None:
-    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none.
+def attention_scores(program: Program) -> tuple[list[Op], set[Value]]:
+    """The matmuls of queries and keys; their results, and what is computed elementwise of these.
 
     Scores are the results of a batched matmul that are larger than its operands, and of which an exponential (the softmax) is
     computed elementwise.
     """
-    flow, time = plan.program.cached(elementwise_flow), time_of(plan)
-    exponentials = {v for op in plan.program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
+    flow = program.cached(elementwise_flow)
+    exponentials = {v for op in program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
     made, scores = list[Op](), set[Value]()
-    for op in plan.program.root.walk():
+    for op in program.root.walk():
         if op.primitive.family != "dot" or op.primitive.matmul_dims is None:
             continue
         batch, *sides, contracted = op.primitive.matmul_dims(op.eqn, *(v.aval.shape for v in op.eqn.invars[:2]))
         if batch > 1 and min(sides) > contracted and not exponentials.isdisjoint(flow.after(op.outs)):
             made.append(op)
             scores |= {v for v in flow.spread(op.outs, ()) if v.elements == op.outs[0].elements}
+    return made, scores
+
+
+def attention_hint(plan: Plan) -> str | None:
+    """The attention scores that kernels store in memory, and the op that does not store them; None: there are none."""
+    (made, scores), time = plan.program.cached(attention_scores), time_of(plan)
     kernels = [k for k in kernels_of(computation_of(plan)) if any(b.value in scores for b in (*k.reads, *k.writes))]
     stored = [b.bytes for k in kernels for b in k.writes if b.value in scores]
     if not stored:
@@ -153,9 +160,35 @@ def attention_hint(plan: Plan) -> str | None:
     )
 
 
+def fused_hints(plan: Plan) -> list[str]:
+    """The weights with several arrays in a sharded dim (queries, keys and values), and the bytes that cutting it sends."""
+    root_of, sent = plan.program.unifier.weak_root, defaultdict[str, float](float)
+    weights = sorted((v for v in plan.program.inputs if v.kind == "params"), key=lambda v: v.elements)
+    weight_of = {root_of(node): v for v in weights for node in v.nodes if node >= 0}  # the largest, not a bias
+    for c in plan.collectives:
+        op = c.origin
+        if c.op != "all-to-all" or op is None or op.rule is None:
+            continue
+        along = {f for pair in op.rule.sharded_like for f in pair}
+        arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
+        cut = [(v.shape[i], v.nodes[i]) for v, dims in arrays if v for i, fs in enumerate(dims or ()) if along & {*fs}]
+        if cut and (weight := weight_of.get(root_of(max(cut)[1]))) is not None:
+            sent[re.sub(r"\d+", "*", weight.path or "")] += c.total_bytes
+    return [
+        f"`{path}` has several arrays in one sharded dim, and cutting it sends {format_bytes(size)} of all-to-alls. Use one weight "
+        "for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
+        "docs/names.md#fused-kernels"
+        for path, size in sorted(sent.items(), key=lambda x: -x[1])[:MAX_HINTS]
+    ]
+
+
 def program_hints(plan: Plan) -> list[str]:
-    """The edits of the program that avoid storing attention scores, or sending operands."""
-    return [*filter(None, [attention_hint(plan)]), *(hint.text(plan) for hint in exchange_hints(plan))]
+    """The edits of the program that avoid storing attention scores, cutting fused weights, or sending operands."""
+    return [
+        *filter(None, [attention_hint(plan)]),
+        *fused_hints(plan),
+        *(hint.text(plan) for hint in exchange_hints(plan)),
+    ]
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:
@@ -175,12 +208,10 @@ def _rule_hint(plan: Plan, without: Sequence[str]) -> str | None:
 
     A rule for an axis of ``without``, or one that makes a pipeline although another one saves memory, is no such rule.
     """
-    gains = rule_gains(plan)
-    for rule in [rule for rule in gains if rule.partition(": ")[2] in without]:
-        del gains[rule]
+    gains = {rule: n for rule, n in rule_gains(plan).items() if rule.partition(": ")[2] not in without}
     stacks = {loop.dim for loop in plan.program.traced.cached(layer_loops)}
     rule = max(gains, key=lambda rule: (rule.partition(":")[0] not in stacks, gains[rule]), default="")
-    if gains[rule] < MIN_SAVED_SHARE * memory_of(plan).peak:
+    if gains.get(rule, 0.0) < MIN_SAVED_SHARE * memory_of(plan).peak:
         return None
     stages = " (the axis is then one of stages, of a pipeline)" * (rule.partition(":")[0] in stacks)
     return f"a rule `{rule}` at the end of the layout{stages} saves {format_memory(gains[rule])} of the arguments"
@@ -255,15 +286,10 @@ class ExchangeHint:
             f"{name_of(self.op)} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, "
             f"since `{self.owner}` has `{self.axis}`. "
         )
+        edit = f'mp.rename(x, {self.owner}="other") of its operand [{dims}], with the same name in the other operand'
         if self.is_result:
-            edit = (
-                f"Give `{self.owner}` another name in its operands (mp.named), and "
-                f'mp.rename(result, other="{self.owner}") after it'
-            )
-        else:
-            edit = (
-                f'mp.rename(x, {self.owner}="other") of its operand [{dims}], with the same name in the other operand'
-            )
+            after = f'mp.rename(result, other="{self.owner}") after it'
+            edit = f"Give `{self.owner}` another name in its operands (mp.named), and {after}"
         return f"{head}{edit}: then an all-to-all sends {format_bytes(self.exchanged)}"
 
 
@@ -277,50 +303,51 @@ def exchange_hints(plan: Plan) -> list[ExchangeHint]:
       may be sharded along the gathered dim instead, as the tokens of a mixture of experts are before their exchange;
     - an all-to-all of the result, if it has both dims, else of another operand with both, sends fewer bytes than the all-gathers.
     """
+    gathers = ((c, step, count) for step, count in plan.body.walk() for c in step.sends if c.op == "all-gather")
+    found = filter(None, (_exchange_hint(plan, *gather) for gather in gathers))
     hints: dict[tuple[Op, str], ExchangeHint] = {}
-    found = [h for step, count in plan.body.walk() for c in step.sends for h in _hints_of(plan, step, c, count)]
-    for same in grouped(found, lambda h: (h.op, h.axis, h.gathered, h.owner)):
+    for same in grouped_by(found, lambda h: (h.op, h.axis, h.gathered, h.owner)):
         sent = sum(h.sent for h in same)
         if same[0].exchanged < sent:
             hints[same[0].op, same[0].axis] = replace(same[0], sent=sent)
-    by_line = grouped(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.location_of_layers)
+    by_line = grouped_by(sorted(hints.values(), key=lambda h: h.exchanged - h.sent), lambda h: h.op.location_of_layers)
     return [same[0] for same in by_line][:MAX_HINTS]
 
 
-def _hints_of(plan: Plan, step: Step, c: Collective, count: int) -> Iterator[ExchangeHint]:
-    """The hint for one all-gather of an operand of a matmul, if its dims allow an exchange."""
+def _exchange_hint(plan: Plan, c: Collective, step: Step, count: int) -> ExchangeHint | None:
+    """The hint for an all-gather; None: it is not of an operand of a matmul, or the matmul's dims allow no exchange.
+
+    Args:
+      step: its step, which runs ``count`` times.
+    """
     op = c.origin
-    if c.op != "all-gather" or op is None or op.rule is None or not op.primitive.matmul or len(step.reads) != 1:
-        return
-    source, run = step.reads[0], plan.body.runs.get(op)
-    if run is None or source.value not in op.ins or len(c.axes) != 1:
-        return
-    (axis,), position = c.axes, op.ins.index(source.value)
-    lost = [i for i, entry in enumerate(source.spec) if axis in entry and axis not in step.makes[0].spec[i]]
-    owners = [f for f, axes in enumerate(run.axes or ()) if axis in axes]
-    if len(lost) != 1 or len(owners) != 1 or not op.rule.ins[position][lost[0]]:
-        return
-    gathered, owner = op.rule.ins[position][lost[0]][0], owners[0]
+    if op is None or op.rule is None or not op.primitive.matmul or len(c.axes) != 1 or len(step.reads) != 1:
+        return None
+    (axis,), (source,), run = c.axes, step.reads, plan.body.runs.get(op)
+    if run is None or source.value not in op.ins:
+        return None
+    along = [i for i, axes in enumerate(source.spec) if axis in axes and axis not in step.makes[0].spec[i]]
+    owners = [factor for factor, axes in enumerate(run.axes or ()) if axis in axes]
+    factors = op.rule.ins[op.ins.index(source.value)][along[0]] if len(along) == 1 else ()
+    if not factors or len(owners) != 1:
+        return None
+    gathered, owned = (_dims_of_factor(op, factor) for factor in (factors[0], owners[0]))
+    in_result = op.rule.kinds[factors[0]] == "pass_through" and not gathered.keys().isdisjoint(op.outs)
+    if not in_result or not owned.keys() <= gathered.keys():
+        return None  # an array with the owner's dim cannot be sharded along the gathered dim instead
+    moved = [v for v in owned if v in op.outs] or [v for v in owned if v is not source.value]
+    sizes = {s.value: value_bytes(s.value, s.spec, plan.sizes) for s in (*run.reads, *run.makes) if s.value in moved}
+    name = plan.program.dim_name(source.value, along[0])
+    owner = next(plan.program.dim_name(v, dim) for v, dim in owned.items())
+    if not sizes or not name or not owner or name == owner:
+        return None
+    array, group = max(sizes, key=sizes.__getitem__), shard_count((axis,), plan.sizes)
+    exchanged = count * sizes[array] * (group - 1) / group
+    return ExchangeHint(op, axis, name, owner, array, array in op.outs, c.total_bytes, exchanged)
+
+
+def _dims_of_factor(op: Op, factor: int) -> dict[Value, int]:
+    """The operands and results of an op that have a factor of its rule, each with the dim that is this factor."""
+    assert op.rule is not None
     pairs = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
-    arrays = [(v, {f for dim in dims for f in dim}, dims) for v, dims in pairs if v is not None]
-    result_factors = {f for dims in op.rule.outs for dim in dims for f in dim}
-    with_owner = [v for v, factors, _ in arrays if owner in factors]
-    both = [v for v, factors, _ in arrays if {owner, gathered} <= factors]
-    if gathered not in result_factors or op.rule.kinds[gathered] != "pass_through" or both != with_owner:
-        return
-    moved = [v for v in both if v in op.outs] or [v for v in both if v is not source.value]
-    if not moved:
-        return
-    array, shard = max(((v, _shard_bytes(plan, run, v)) for v in moved), key=lambda x: x[1])
-    group = shard_count((axis,), plan.sizes)
-    name = plan.program.dim_name(source.value, lost[0])
-    owner_dim = next(plan.program.dim_name(v, i) for v, _, dims in arrays for i, dim in enumerate(dims) if owner in dim)
-    if name and owner_dim and name != owner_dim:
-        exchanged = count * shard * (group - 1) / group
-        yield ExchangeHint(op, axis, name, owner_dim, array, array in op.outs, c.total_bytes, exchanged)
-
-
-def _shard_bytes(plan: Plan, run: Run, value: Value) -> float:
-    """Bytes of the shard of an operand or result of a step."""
-    shard = next((s for s in (*run.reads, *run.makes) if s.value is value), None)
-    return 0.0 if shard is None else value_bytes(value, shard.spec, plan.sizes)
+    return {v: dim for v, dims in pairs if v is not None for dim, factors in enumerate(dims) if factor in factors}

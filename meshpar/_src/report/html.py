@@ -11,8 +11,9 @@ import jax
 from ..cost.decoding import decoding_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
+from ..iterables import grouped
 from ..plan.collectives import Collective
-from ..plan.plan import Plan
+from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, with_article
 from . import facts
 from .colours import AxisColours
@@ -24,7 +25,7 @@ from .pipeline import pipelines_html
 from .sections import remedies, sections
 from .tables import GROUP, Cell, Table, html_picture, key, number, prose
 from .timeline import step_bounds, step_notes, step_shares
-from .torus import TORUS, torus_picture
+from .torus import torus_picture, torus_text
 
 MAX_OPEN_COLLECTIVES = 12
 """Of a plan with more collectives, the tables of the rules are closed."""
@@ -80,7 +81,7 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Roofline", roofline_picture(plan), ROOFLINE),
         ("Rules", rules_table(plan, colours), RULES.format(BY_COST * bool(plan.layout.by_cost))),
         ("Layer", layer_picture(plan, colours), LAYER),
-        ("Axes on the chips", torus_picture(plan, colours), TORUS),
+        ("Axes on the chips", torus_picture(plan, colours), torus_text(plan)),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
         *((section.title, section.html(), "") for section in (remedies(plan), *sections(plan))),
@@ -132,8 +133,9 @@ def verdict(plan: Plan) -> str:
         if shares
         else ""
     )
+    takes = facts.takes_text(facts.fits(plan)).capitalize()
     return (
-        f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. A step takes about '
+        f'<p class="verdict">{does}: {format_memory(peak)} of {format_memory(chip.per_device().hbm)}. {takes} about '
         f"<b>{format_seconds(time.seconds)}</b> (MFU {100 * time.mfu:.0f} %){bound}.</p>"
     )
 
@@ -150,9 +152,8 @@ def facts_list(plan: Plan) -> str:
         ("JAX", escape(jax.__version__)),
         ("layout", f"<code>{escape(facts.layout_text(plan))}</code>"),
     ]
-    return (
-        '<dl class="facts">' + "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows if of) + "</dl>"
-    )
+    listed = "".join(f"<div><dt>{name}</dt><dd>{of}</dd></div>" for name, of in rows if of)
+    return f'<dl class="facts">{listed}</dl>'
 
 
 def cards(plan: Plan) -> str:
@@ -211,18 +212,25 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
         ("vector units alone", time.vector, [("ink", time.vector, "elementwise ops, reductions and conversions")]),
         ("collectives alone", time.communication, sent),
     ]
-    copies = (("copies to the host alone", time.to_host), ("copies to the device alone", time.to_device))
-    rows += [(label, n, [("ink", n, "copies over the link to the host")]) for label, n in copies if n]
+    link = "copies over the link to the host"
+    others = (
+        (f"{facts.STARTS} alone", time.starts, "short kernels, beyond their work"),
+        ("copies to the host alone", time.to_host, link),
+        ("copies to the device alone", time.to_device, link),
+    )
+    rows += [(label, n, [("ink", n, of)]) for label, n, of in others if n]
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
     notes = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in step_notes(plan))}</ul>"
-    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds) + notes
+    parts = [row for row in rows if row[1]]  # GPUs, for example, have no vector units of their own
+    return html_picture("drawParts", "the step time and its parts", parts) + legend(plan, colours, kinds) + notes
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
     """The legend of the colours of bars: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
-    used = [a for a in plan.sizes if any(c.axes and c.axes[0] == a for c in plan.collectives)]
-    return key([*kinds, *((colours.of[a], f"collectives over {a}") for a in used)])
+    used = sorted({c.axes for c in plan.collectives if c.axes}, key=lambda axes: [*map([*plan.sizes].index, axes)])
+    same = grouped((colours.first(axes), "+".join(axes)) for axes in used)
+    return key([*kinds, *((colour, f"collectives over {', '.join(axes)}") for colour, axes in same.items())])
 
 
 def rules_table(plan: Plan, colours: AxisColours) -> str:
@@ -346,9 +354,11 @@ def _arguments(plan: Plan, colours: AxisColours) -> str:
     """The table of arguments by kind, with dims, shape, count and bytes."""
     rows: list[list[Cell]] = []
     attributes = []
-    for label, every, groups in facts.argument_groups(
-        plan, lambda h: (tuple(facts.argument_dims(h)), h.shape, h.dtype)
-    ):
+
+    def alike(h: ShardedArray) -> Hashable:
+        return tuple(facts.argument_dims(h)), h.shape, h.dtype
+
+    for label, every, groups in facts.argument_groups(plan, alike):
         rows.append([Cell(label), Cell("", css="more"), *every.cells()])
         attributes.append(GROUP)
         for group in groups:

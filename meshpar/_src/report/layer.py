@@ -12,11 +12,13 @@ import jax.numpy as jnp
 from ..cost.kernel_time import kernel_times
 from ..cost.kernels import computation_of
 from ..cost.schedule import schedules
+from ..plan.causes import name_of
 from ..plan.plan import Plan
 from ..plan.steps import Barrier, Body, Constant, Loop, Run, Shard, ShardingChange, Step
 from ..program.ir import Op, module_of_argument
 from .colours import AxisColours
 from .facts import kernels_of
+from .hints import attention_scores
 from .tables import html_picture
 from .timeline import timeline_of
 
@@ -70,14 +72,17 @@ def _is_matmul(step: Step) -> bool:
 
 
 def _matmul_title(plan: Plan, step: Step) -> str:
-    """``embed → mlp``: the dims that a matmul contracts, and those that its second operand adds; "" for another op."""
+    """``embed → mlp``: the dims that a matmul contracts, and those that its second operand adds; of attention what it
+    multiplies; "" for another op, or without names."""
     if not isinstance(step, Run) or len(step.op.ins) != 2 or not step.op.primitive.matmul:
         return ""
-    left, right, out = (
-        [name or "_" for name in plan.program.dims(v)] if v is not None else [] for v in (*step.op.ins, *step.op.outs)
-    )
+    made, scores = plan.program.cached(attention_scores)
+    if step.op in made or not scores.isdisjoint(step.op.ins):
+        return "queries × keys" if step.op in made else "scores × values"
+    values = (*step.op.ins, *step.op.outs)
+    left, right, out = ([name for name in plan.program.dims(v) if name] if v is not None else [] for v in values)
     contracted, added = [d for d in left if d not in out], [d for d in out if d in right and d not in left]
-    return f"{' '.join(contracted)} → {' '.join(added)}" if contracted or added else ""
+    return f"{' '.join(contracted)} → {' '.join(added)}" if contracted and added else ""
 
 
 def layer_picture(plan: Plan, colours: AxisColours) -> str:
@@ -108,7 +113,7 @@ def layer_picture(plan: Plan, colours: AxisColours) -> str:
         row = {"reads": reads, "makes": makes, "sends": sends, "moves": isinstance(step, ShardingChange)}
         if op is not None and not isinstance(step, Barrier | ShardingChange):
             row |= {"op": op.label, "path": op.module, "source": op.source, "seconds": seconds.pop(op, 0.0)}
-            row["title"] = _matmul_title(plan, step) or op.source.partition(" ")[0].rpartition("/")[2]
+            row["title"] = _matmul_title(plan, step) or name_of(op).removeprefix("the ")
         drawn.append({**row, "matmul": _is_matmul(step)})
 
     def dims(s: Shard) -> list[tuple[str, str, str]]:

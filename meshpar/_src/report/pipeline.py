@@ -39,10 +39,8 @@ def bubble_text(plan: Plan, p: Pipeline) -> str:
     pipelines in idle slots as a fraction of the step (:func:`step_bounds`)."""
     slots, parts = p.schedule.all_slots, dict(step_bounds(plan))
     step = f", {100 * parts[BUBBLE] / sum(parts.values()):.0f}\u00a0% of the step" if BUBBLE in parts else ""
-    idle = round(p.bubble * slots)
-    return (
-        f"bubble: a stage is idle in {idle} of its {slots} slots, {100 * p.bubble:.1f}\u00a0% of the layers' time{step}"
-    )
+    share = f"{100 * p.bubble:.1f}\u00a0% of the layers' time{step}"
+    return f"bubble: a stage is idle in {round(p.bubble * slots)} of its {slots} slots, {share}"
 
 
 def _facts(plan: Plan, p: Pipeline) -> tuple[str, ...]:

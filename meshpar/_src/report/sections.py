@@ -11,11 +11,12 @@ from rich.text import Text
 
 from ..cost.flops import redundant_matmuls
 from ..dims import format_dims
+from ..iterables import grouped_by
 from ..plan.plan import Overlap, Plan
 from ..program.ir import Op, Program, Value
 from ..units import format_seconds
 from .colours import AxisColours
-from .facts import arrivals_text, fits, grouped
+from .facts import arrivals_text, fits
 from .hints import memory_hints, program_hints
 from .tables import prose
 
@@ -125,7 +126,7 @@ def overlaps(plan: Plan) -> Section:
         return sum(o.gain or 0.0 for o in group)
 
     lines = []
-    groups = grouped(plan.overlaps, lambda o: (o.kind, o.axes, o.choice, o.reason))
+    groups = grouped_by(plan.overlaps, lambda o: (o.kind, o.axes, o.choice, o.reason))
     for group in sorted(groups, key=gain_of, reverse=True)[:MAX_OVERLAP_ROWS]:
         o, runs = group[0], [o.count for o in group]
         calls = "?" if None in runs else sum(runs)

@@ -116,9 +116,8 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         if (tokens := facts.step_tokens(plan, ("batch", "seq"))) and chip is not None:
             rate = tokens / time.seconds / math.ceil(plan.mesh.size / chip.devices)
             bound.insert(0, f"{rate:,.0f} tokens/s a chip")
-        split = joined(
-            f"kernels {format_seconds(kernels)}", f"communication not hidden {format_seconds(waits)}", *bound
-        )
+        parts = f"kernels {format_seconds(kernels)}", f"communication not hidden {format_seconds(waits)}"
+        split = joined(*parts, *bound)
         rows.append(("step", f"{format_seconds(time.seconds)}, MFU {100 * time.mfu:.0f} %", bar, split))
     cost = attrgetter("seconds" if timed else "bytes")
 
@@ -186,8 +185,8 @@ def _costs(plan: Plan) -> list[Text]:
     notes = filter(None, (facts.largest_text(plan), facts.padding_text(plan), host))
     out += [Text(f"    {note}", "dim") for note in notes]
     if time is not None and chip is not None:
-        takes = f"a step {'takes' if facts.fits(plan) else 'that fitted would take'} "
-        takes += f"{'at least' if plan.uncounted_loops else 'about'} {format_seconds(time.seconds)}"
+        takes = f"{facts.takes_text(facts.fits(plan))} {'at least' if plan.uncounted_loops else 'about'} "
+        takes += format_seconds(time.seconds)
         on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f}\u00a0% of the peak FLOP/s"
         out += [Text.assemble((takes, "bold"), on), *(Text(f"    {note}", "dim") for note in step_notes(plan))]
     if decoding := decoding_of(plan):

@@ -19,6 +19,7 @@ from ..cost.kernels import computation_of
 from ..cost.schedule import schedules, separate_collectives
 from ..cost.time import time_of, unscheduled_seconds
 from ..dims import format_dims
+from ..iterables import grouped_by
 from ..plan.causes import name_of
 from ..plan.plan import Plan
 from ..plan.steps import Loop
@@ -218,6 +219,7 @@ def step_bounds(plan: Plan) -> list[tuple[str, float]]:
 def _unit(op: KernelTime) -> str:
     """The unit that bounds a kernel."""
     units = {"memory traffic": op.traffic_seconds, "matmuls": op.matmul_seconds, "vector units": op.vector_seconds}
+    units[facts.STARTS] = op.start_seconds
     return max(units, key=units.__getitem__)
 
 
@@ -225,14 +227,14 @@ def slowest_kernel(plan: Plan) -> str:
     """The kernel that takes longest in a step, with its runs in all layers: ``the matmul in MLP/up (mlp.py:12), 3.1 ms in 32 calls,
     9 % of the step, bound by matmuls``; "" without a chip or a kernel."""
     time = time_of(plan)
-    groups = facts.grouped(
-        time.ops if time else (), lambda o: ((o.origin and name_of(o.origin)) or o.name, facts.location_of_op(o.origin))
-    )
-    seconds, group = max(
-        ((sum(o.seconds * o.count for o in g), g) for g in groups), key=lambda x: x[0], default=(0, [])
-    )
-    if time is None or not group:
+    if time is None or not time.ops:
         return ""
+
+    def place(o: KernelTime) -> tuple[str, str]:
+        return (o.origin and name_of(o.origin)) or o.name, facts.location_of_op(o.origin)
+
+    sums = ((sum(o.seconds * o.count for o in group), group) for group in grouped_by(time.ops, place))
+    seconds, group = max(sums, key=lambda found: found[0])
     op, calls = group[0].origin, sum(o.count for o in group)
     name, at = (group[0].name, "") if op is None else (name_of(op), facts.location_of_op(op))
     place = f" {'in' if op and op.module else 'at'} {at}" if at else ""
@@ -271,9 +273,8 @@ def trace_json(plan: Plan) -> str:
     """
     line, ends, threads = timeline(plan), defaultdict[str, list[int]](list), dict[str, int]()
     if line is None:
-        raise UnsupportedError(
-            "a trace needs times, and the chip of this plan is not known", fixes=["plan with topology="]
-        )
+        text = "a trace needs times, and the chip of this plan is not known"
+        raise UnsupportedError(text, fixes=["plan with topology="])
     events: list[dict[str, Any]] = []
     for span, start in sorted(line.events(), key=lambda event: event[1]):
         begin, end, row = round(1e9 * start), round(1e9 * (start + span.seconds)), 0

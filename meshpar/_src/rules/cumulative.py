@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from .local import LocalOp
 from .partial import LINEAR_ALONG, Law, along
 from .registry import register
 from .rule import OpRule, exchange_kind, one_shape
-from .spmd import Send, axis_index
+from .spmd import Send, Shapes, axis_index
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "cumsum": lax.add,
@@ -30,7 +30,7 @@ def cumulative(eqn, ins, outs) -> OpRule:
     axis = eqn.params["axis"]
     r = one_shape(ins, outs, exchange_kind(eqn), (axis,))
 
-    def sends(shapes: Sequence[tuple[int, ...]], *_: Any) -> list[Send]:
+    def sends(shapes: Shapes, *_: Any) -> list[Send]:
         total = (*shapes[0][:axis], 1, *shapes[0][axis + 1 :])
         return [Send("all-gather", r.ins[0][axis], total, eqn.outvars[0].aval.dtype, "the total of every shard")]
 

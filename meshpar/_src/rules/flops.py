@@ -1,6 +1,6 @@
 """FLOPs of the matmuls inside opaque equations: kernels, ``pallas_call``, and the user's own ``shard_map``.
 
-``model``: only the FLOPs that the model needs, as :func:`cost.flops.model_flops` counts them, without what a kernel recomputes.
+``model``: only the FLOPs that the model needs, as :func:`cost.flops.model_flops` counts them, without recomputed ones.
 """
 
 from __future__ import annotations

@@ -16,10 +16,7 @@ from ..compat.jax import bind, on_host, source_line
 from .halo import ShardWindow, dilate, fetch_window
 from .registry import Refusal, SplitOp, primitive
 from .rule import OpRule
-from .spmd import Factors, Sizes, axis_index, fine_names
-
-Axes = Sequence[tuple[str, ...]]
-"""The mesh axes over which every factor of a rule is split."""
+from .spmd import Axes, Factors, Sizes, axis_index, fine_names
 
 
 class AnyOp(Protocol):

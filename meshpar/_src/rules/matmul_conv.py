@@ -17,7 +17,7 @@ from .halo import ShardWindow, dilate, fetch_window, sliding_window
 from .local import LocalOp, on_shards
 from .partial import CONTRACTS
 from .registry import SplitOp, always, register
-from .rule import NameLink, OpRule, exchange_kind, with_halo_sends
+from .rule import OpRule, exchange_kind, with_halo_sends
 
 
 def _numbers_of(eqn: JaxprEqn) -> tuple[Any, Any, Sequence[int]]:
@@ -145,9 +145,8 @@ def conv_general_dilated(eqn, ins, outs) -> OpRule:
                 right[j], result[o] = (r.factor(window, "sum"),), (r.factor(out[o], "need_replication"),)
                 r.sharded_like.append((moved, right[j][0]))
             else:
-                right[j], result[o] = (r.factor(window, "need_replication"),), (r.factor(out[o], moves),)
-                r.sharded_like.append((moved, result[o][0]))
-                r.name_links.append(NameLink(moved, result[o][0]))
+                right[j] = (r.factor(window, "need_replication"),)
+                result[o] = (r.follower(moved, out[o], moves),)
             r.windows[0, i] = functools.partial(_conv_window, p, k, lhs[i], window, out[o])
     r.ins = [tuple(left[i] for i in range(len(lhs))), tuple(right[j] for j in range(len(rhs)))]
     r.outs = [tuple(result[i] for i in range(len(out)))]

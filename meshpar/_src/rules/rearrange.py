@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -27,8 +28,8 @@ from ..iterables import grouped
 from .halo import cheapest_permutes
 from .local import LocalOp
 from .registry import register
-from .rule import NameLink, OpRule, exchange_kind
-from .spmd import Send, axis_index, exchange_sends, permute
+from .rule import OpRule, exchange_kind
+from .spmd import Axes, Send, Shapes, axis_index, exchange_sends, permute
 
 ZERO, ANY = -1, -2
 """Entries of a table: a zero; any value, since no op reads it."""
@@ -120,20 +121,8 @@ def _abstract(x: Any, *, dimension: int, runs: Runs) -> Any:
     return x.update(shape=(*x.shape[:dimension], sum(n for _, _, n in runs), *x.shape[dimension + 1 :]))
 
 
-def _transpose(ct: Any, x: Any, *, dimension: int, runs: Runs) -> list[Any]:
-    """For every element the sum of the cotangents of its uses: one rearrangement for all first uses, one for all second uses, …"""
-    uses: list[np.ndarray] = []
-    last_use: dict[int, int] = {}
-    for position, element in enumerate(table_of(runs).tolist()):
-        if element < 0:
-            continue
-        k = last_use[element] = last_use.get(element, -1) + 1
-        if k == len(uses):
-            uses.append(np.full(x.aval.shape[dimension], ZERO))
-        uses[k][element] = position
-    if not uses:
-        return [ad.Zero(x.aval)]
-    return [functools.reduce(lax.add, [rearrange(ct, dimension, table) for table in uses])]
+def _transpose(ct: Any, x: Any, **table: Any) -> tuple[Any, ...]:
+    return jax.linear_transpose(functools.partial(_impl, **table), x.aval)(ct)
 
 
 def _batch(args: Any, dims: Any, *, dimension: int, runs: Runs) -> Any:
@@ -261,16 +250,11 @@ def rearranged(eqn, ins, outs) -> OpRule:
     dim, runs, kind = eqn.params["dimension"], eqn.params["runs"], exchange_kind(eqn)
     r = OpRule()
     operand = r.factors(ins[0], kind, (dim,))
-    made = r.factor(outs[0][dim], kind)
-    r.ins, r.outs = [operand], [(*operand[:dim], (made,), *operand[dim + 1 :])]
     (source,) = operand[dim]
-    r.name_links.append(NameLink(source, made))
-    if kind == "permutation":
-        r.sharded_like.append((source, made))
+    made = r.follower(source, outs[0][dim], kind)
+    r.ins, r.outs = [operand], [(*operand[:dim], (made,), *operand[dim + 1 :])]
 
-    def sends(
-        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-    ) -> list[Send]:
+    def sends(shapes: Shapes, axes: Axes, sizes: Mapping[str, int]) -> list[Send]:
         by = exchange(ins[0][dim], math.prod(sizes[a] for a in axes[source]), runs)
         lengths = None if by.gather else [step.length for step in by.rounds]
         return exchange_sends(shapes[0], dim, source, eqn.invars[0].aval.dtype, lengths, "elements of other shards")

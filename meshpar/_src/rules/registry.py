@@ -16,6 +16,7 @@ from jax.extend.core import JaxprEqn
 from ..compat.jax import bodies_of
 from .partial import Law
 from .rule import OpRule, RuleFn
+from .spmd import Axes
 
 LocalForm = Callable[..., list[Any]]
 """(:class:`~rules.local.LocalOp`, *shards of the operands) → shards of the results."""
@@ -32,7 +33,7 @@ class SplitOp(NamedTuple):
 
     eqn: Any
     rule: OpRule
-    axes: Sequence[tuple[str, ...]]
+    axes: Axes
     mixed: bool
 
 

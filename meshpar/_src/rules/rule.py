@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from ..compat.jax import aval_of
 from .halo import ShardWindow
-from .spmd import Factors, Send
+from .spmd import Axes, Factors, Send, Shapes
 
 Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "indexed", "need_replication", "permutation"]
 """The consequence of splitting a factor (Shardy's factor types).
@@ -38,7 +38,7 @@ REDUCTIONS: frozenset[Kind] = frozenset({"sum", "max", "min", "prod", "and", "or
 ADDED: frozenset[Kind] = frozenset({"sum", "indexed"})
 """The kinds of partial values that an addition completes, and thus also a reduce-scatter."""
 
-Sends = Callable[[Sequence[tuple[int, ...]], Sequence[tuple[str, ...]], Mapping[str, int]], list[Send]]
+Sends = Callable[[Shapes, Axes, Mapping[str, int]], list[Send]]
 """(shapes of the operands' shards, axes of every factor, axis sizes) → the collectives that the local form makes."""
 
 
@@ -103,6 +103,14 @@ class OpRule:
         """Add one factor per dim of a shape, of a kind along ``dims`` (None: all) and pass-through along the others."""
         kinds: list[Kind] = [kind if dims is None or d in dims else "pass_through" for d in range(len(shape))]
         return tuple((self.factor(n, k),) for n, k in zip(shape, kinds, strict=True))
+
+    def follower(self, leader: int, size: int, kind: Kind, elements: range | None = None) -> int:
+        """Add a factor of the same dim as ``leader`` at another size, which is split as it if devices exchange elements."""
+        follower = self.factor(size, kind)
+        self.name_links.append(NameLink(leader, follower, elements))
+        if kind == "permutation":
+            self.sharded_like.append((leader, follower))
+        return follower
 
     def maps(self, ins: list[tuple[Factors, ...]], outs: list[tuple[Factors, ...]]) -> OpRule:
         """Set the factors of every dim of operands and results, and return the rule."""
@@ -207,9 +215,7 @@ def with_halo_sends(r: OpRule, eqn: JaxprEqn, why: str, alike: bool = False) -> 
         exchanges of further dims are equal if the exchanges of all dims before are.
     """
 
-    def sends(
-        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-    ) -> list[Send]:
+    def sends(shapes: Shapes, axes: Axes, sizes: Mapping[str, int]) -> list[Send]:
         """The collectives of the exchanges of all operands."""
         collectives = []
         for i, local_shape in enumerate(shapes):

@@ -35,7 +35,7 @@ from .rule import (
     replicated,
     with_halo_sends,
 )
-from .spmd import Factors, Send, axis_index
+from .spmd import Axes, Factors, Send, Shapes, axis_index
 
 
 def broadcast_in_dim(eqn, ins, outs) -> OpRule:
@@ -126,20 +126,20 @@ def slice_(eqn, ins, outs) -> OpRule:
     p = eqn.params
     elements = [range(*limits) for limits in zip(p["start_indices"], p["limit_indices"], strict=True)]
     r = _resizing_rule(ins[0], outs[0], exchange_kind(eqn), elements)
-    for factors, n, m in zip(r.ins[0], ins[0], outs[0], strict=True):
-        if n != m and m == 1:
-            r.kinds[factors[0]] = indexed_kind(eqn)
     for d, (n, m) in enumerate(zip(ins[0], outs[0], strict=True)):
-        if n != m and m > 1:
+        if n != m and m == 1:
+            r.kinds[r.ins[0][d][0]] = indexed_kind(eqn)
+        elif n != m:
             stride = p["strides"][d] if p["strides"] else 1
-            r.windows[0, d] = functools.partial(_slice_window, p["start_indices"][d], stride, n, m)
+            r.windows[0, d] = functools.partial(_window, -p["start_indices"][d], stride, 1, n, m)
     return with_halo_sends(r, eqn, "elements of other shards")
 
 
-def _slice_window(start: int, stride: int, size: int, count: int, shards: int) -> ShardWindow:
-    """The window of a dim of ``size`` that each device reads for its shard of ``count`` elements, from ``start``."""
+def _window(low: int, stride: int, dilation: int, size: int, count: int, shards: int) -> ShardWindow:
+    """The window of a dim of ``size`` that each device reads for its shard of ``count`` elements: every ``stride``-th position of
+    the dim after padding by ``low`` and dilation."""
     n = count // shards
-    return shard_window(size // shards, shards, n * stride, (n - 1) * stride + 1, -start)
+    return shard_window(size // shards, shards, n * stride, (n - 1) * stride + 1, low, dilation)
 
 
 def _local_slice(op: LocalOp, x: Any) -> list[Any]:
@@ -211,14 +211,8 @@ def pad(eqn, ins, outs) -> OpRule:
     r.ins.append(())
     for d, (low, high, inner) in enumerate(config):
         if (low, high, inner) != (0, 0, 0) and ins[0][d] > 1:
-            r.windows[0, d] = functools.partial(_pad_window, low, inner + 1, ins[0][d], outs[0][d])
+            r.windows[0, d] = functools.partial(_window, low, 1, inner + 1, ins[0][d], outs[0][d])
     return with_halo_sends(r, eqn, "elements of other shards")
-
-
-def _pad_window(low: int, dilation: int, size: int, count: int, shards: int) -> ShardWindow:
-    """The window of a dim of ``size`` that each device reads for its shard of the ``count`` padded elements."""
-    n = count // shards
-    return shard_window(size // shards, shards, n, n, low, dilation)
 
 
 def _local_pad(op: LocalOp, x: Any, fill: Any) -> list[Any]:
@@ -248,7 +242,7 @@ def concatenate(eqn, ins, outs) -> OpRule:
     out, r.ins = _part_factors(r, eqn, outs[0], [shape[axis] for shape in ins], axis)
     r.outs = [out]
     for i, start in enumerate(_starts(shape[axis] for shape in ins)):
-        r.windows[i, axis] = functools.partial(_pad_window, start, 1, ins[i][axis], outs[0][axis])
+        r.windows[i, axis] = functools.partial(_window, start, 1, 1, ins[i][axis], outs[0][axis])
     return with_halo_sends(r, eqn, "elements of other shards")
 
 
@@ -266,11 +260,8 @@ def _part_factors(
     factors = r.factors(shape, kind, (axis,))
     parts_factors: list[tuple[Factors, ...]] = []
     for size, start in zip(sizes, _starts(sizes), strict=True):
-        pair = factors[axis][0], r.factor(size, kind)
-        parts_factors.append((*factors[:axis], (pair[1],), *factors[axis + 1 :]))
-        r.name_links.append(NameLink(*pair, range(start, start + size)))
-        if kind == "permutation":
-            r.sharded_like.append(pair)
+        part = r.follower(factors[axis][0], size, kind, range(start, start + size))
+        parts_factors.append((*factors[:axis], (part,), *factors[axis + 1 :]))
     return factors, parts_factors
 
 
@@ -313,9 +304,7 @@ def split(eqn, ins, outs) -> OpRule:
     r.ins = [operand]
     dtype = np.dtype(eqn.invars[0].aval.dtype)
 
-    def sends(
-        shapes: Sequence[tuple[int, ...]], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
-    ) -> list[Send]:
+    def sends(shapes: Shapes, axes: Axes, sizes: Mapping[str, int]) -> list[Send]:
         windows = _split_windows(eqn.params["sizes"], math.prod(sizes[a] for a in axes[factor]))
         why = "elements of other shards"
         return [s for w in windows for s in w.exchange.sends(shapes[0], axis, factor, dtype, why)]
@@ -326,7 +315,7 @@ def split(eqn, ins, outs) -> OpRule:
 
 def _split_windows(sizes: Sequence[int], shards: int) -> list[ShardWindow]:
     """For every part, the window of the operand that each device reads for its shard of the part."""
-    return [_slice_window(start, 1, sum(sizes), n, shards) for start, n in zip(_starts(sizes), sizes, strict=True)]
+    return [_window(-start, 1, 1, sum(sizes), n, shards) for start, n in zip(_starts(sizes), sizes, strict=True)]
 
 
 def _local_split(op: LocalOp, x: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from .local import LocalOp, on_shards
 from .reduce import reduced_dims
 from .registry import always, register
 from .rule import OpRule, exchange_kind, one_shape
-from .spmd import Send, axis_index
+from .spmd import Send, Shapes, axis_index
 
 Select = Callable[[Any, int], Sequence[Any]]
 """(array, k) → (its k best values, their indices)."""
@@ -51,7 +51,7 @@ def _gather_candidates(r: OpRule, axis: int, k: int, dtype, index, why: str) -> 
         return
     dtype, index = np.dtype(dtype), np.dtype(index)
 
-    def sends(shapes: Sequence[tuple[int, ...]], *_: Any) -> list[Send]:
+    def sends(shapes: Shapes, *_: Any) -> list[Send]:
         """The two all-gathers (values, indices) of the candidates of a shard of ``shapes[0]``, or one all-gather of all
         its values."""
         (shape,) = shapes

@@ -23,6 +23,12 @@ Sizes = Mapping[str, int]
 Factors = tuple[int, ...]
 """The factors that a dim consists of, major to minor."""
 
+Axes = Sequence[tuple[str, ...]]
+"""The mesh axes over which every factor of a rule is split."""
+
+Shapes = Sequence[tuple[int, ...]]
+"""The shapes of some arrays."""
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -127,6 +133,21 @@ class Grid(dict[str, int]):
     def spec(self, spec: Spec) -> Spec:
         """A spec over the axes of the factored mesh."""
         return tuple(fine_names(entry, self) for entry in spec)
+
+
+class GroupedAxes(tuple[str, ...]):
+    """The axes of the program's mesh over which a factor is split.
+
+    Attributes:
+      groups: axis of the plan's mesh → the axes of the program's mesh that it is divided into, one for each torus dimension.
+    """
+
+    groups: Mapping[str, tuple[str, ...]]
+
+    def __new__(cls, groups: Mapping[str, tuple[str, ...]]) -> GroupedAxes:
+        self = super().__new__(cls, (name for names in groups.values() for name in names))
+        self.groups = groups
+        return self
 
 
 def fine_names(axes: Sequence[str], sizes: Sizes) -> tuple[str, ...]:

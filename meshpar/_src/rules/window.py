@@ -13,7 +13,7 @@ from .halo import ShardWindow, scatter_windows, sliding_window
 from .local import LocalOp, on_shards
 from .reduce import identity
 from .registry import always, register
-from .rule import NameLink, OpRule, exchange_kind, with_halo_sends
+from .rule import OpRule, exchange_kind, with_halo_sends
 from .spmd import axis_index, table_entry
 
 
@@ -36,11 +36,8 @@ def window(eqn, ins, outs) -> OpRule:
             wide.append((f,))
         else:
             windowed.append(i)
-            narrow.append((r.factor(m, kind),))
             wide.append((r.factor(n, kind),))
-            r.name_links.append(NameLink(wide[-1][0], narrow[-1][0]))
-            if kind == "permutation":
-                r.sharded_like.append((wide[-1][0], narrow[-1][0]))
+            narrow.append((r.follower(wide[-1][0], m, kind),))
     if is_gradient:
         r.ins = [tuple(narrow), tuple(wide), *((),) * (len(ins) - 2)]
         r.outs = [tuple(wide)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -59,14 +59,14 @@ SOURCES = {
 class RunOptions:
     """Parameters of a run; ``SOURCES`` has the sources of the defaults. Durations are given as seconds or as text, ``"10m"``."""
 
-    step_tokens: float | None = option(None, "--step-tokens", "tokens of a step (default: of its largest int argument)")
-    mtbf: float = option(50000 * 3600.0, "--mtbf", "mean time between failures of one chip (50000h)")
-    restart: float = option(600.0, "--restart", "from a failure until the job starts again (10m)")
-    compile_time: float = option(60.0, "--compile-time", "at each start (1m)")
-    save_time: float | None = option(None, "--save-time", "a save blocks the job (default: for the copy to the host)")
-    bandwidth: float = option(1.2e8, "--bandwidth", "bytes/s of each chip to and from storage (1.2e8)")
-    trials: int = option(1000, "--trials", "simulated runs of each topology (%(default)s)")
-    price: Any = option(None, "--price", "a TOML or JSON file: chip = price of an hour", metavar="FILE")
+    step_tokens: float | None = option(None, "tokens of a step (default: of its largest int argument)", type=str)
+    mtbf: float = option(50000 * 3600.0, "mean time between failures of one chip (50000h)", type=str)
+    restart: float = option(600.0, "from a failure until the job starts again (10m)", type=str)
+    compile_time: float = option(60.0, "at each start (1m)", type=str)
+    save_time: float | None = option(None, "a save blocks the job (default: for the copy to the host)", type=str)
+    bandwidth: float = option(1.2e8, "bytes/s of each chip to and from storage (1.2e8)", type=str)
+    trials: int = option(1000, "simulated runs of each topology (%(default)s)", type=str)
+    price: Any = option(None, "a TOML or JSON file: chip = price of an hour", metavar="FILE")
 
     def __post_init__(self) -> None:
         """Read durations, numbers and the file of prices, as the command line gives them.
@@ -254,14 +254,12 @@ class RunPlan(Document):
             for t, r in zip(texts, self.rows, strict=True)
         ]
         cells = [_cells(row, with_cost, self) for row in self.rows]
-        return [
-            Table(
-                [("topology", "word"), *((head, "n") for head in of)],
-                [[name, *row[title].values()] for name, row in zip(names, cells, strict=True)],
-                title,
-            )
-            for title, of in cells[0].items()
-        ]
+
+        def table(title: str, columns: Iterable[str]) -> Table:
+            rows = [[name, *row[title].values()] for name, row in zip(names, cells, strict=True)]
+            return Table([("topology", "word"), *((head, "n") for head in columns)], rows, title)
+
+        return [table(title, columns) for title, columns in cells[0].items()]
 
     def _verdict(self) -> str:
         """The cheapest run, and the shortest one if it is another, each with its save interval; then those that do not fit."""
@@ -398,13 +396,9 @@ def _row(plan: Plan, steps: int, options: RunOptions) -> RunRow:
     state = [x for x in plan.inputs if x.kind in ("params", "opt")]
     size = float(sum(math.prod(x.shape) * _dtype(x).itemsize for x in state))
     if not any(x.kind == "params" for x in state):
-        raise UnsupportedError(
-            f"no argument of {title(plan)} is recognised as the parameters, which a checkpoint has",
-            fixes=[
-                'call them `params`: an argument of this name, or {"params": …, "opt_state": …}',
-                "plan a train step",
-            ],
-        )
+        text = f"no argument of {title(plan)} is recognised as the parameters, which a checkpoint has"
+        fix = 'call them `params`: an argument of this name, or {"params": …, "opt_state": …}'
+        raise UnsupportedError(text, fixes=[fix, "plan a train step"])
     device, chips, local = chip.per_device(), math.ceil(plan.mesh.size / chip.devices), sum(x.bytes for x in state)
     save = local / device.host_link if options.save_time is None else options.save_time
     disk, again, memory = size / (chips * options.bandwidth), options.restart + options.compile_time, local / device.dcn

@@ -9,7 +9,7 @@ are as in :mod:`cost`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,22 +68,18 @@ class _ProgramUnits:
         """For each unit, (a number that identifies its axes under the assignment, its number of shards), as two integer
         arrays [units]."""
         if self._last is None or self._last[0] is not assignment:
-            queries, groups = assignment.queries, assignment.groups
+            queries, sizes = assignment.queries, assignment.sizes
             if queries not in self._indices:
                 indices = [*(queries.of_value[v] for v in self.values), *(queries.of_op[op][-1] for op in self.ops)]
                 self._indices[queries] = np.array(indices, int)
-            for group in groups:
+            for group in assignment.groups:
                 if group not in self._split:
-                    self._split[group] = self._axes_and_shards(group, assignment.sizes)
-            axes, shards = (np.concatenate(of) for of in zip(*map(self._split.__getitem__, groups), strict=True))
-            indices = self._indices[queries]
-            self._last = assignment, axes[indices], shards[indices]
+                    numbers = [self._numbers.setdefault(axes, len(self._numbers)) for axes in group.axes]
+                    shards = [math.prod(sizes[a] for a in {a for entry in axes for a in entry}) for axes in group.axes]
+                    self._split[group] = np.array(numbers, int), np.array(shards, float)
+            split, at = [self._split[group] for group in assignment.groups], self._indices[queries]
+            self._last = assignment, *(np.concatenate(of)[at] for of in zip(*split, strict=True))
         return self._last[1:]
-
-    def _axes_and_shards(self, group: GroupAssignment, sizes: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
-        numbers = [self._numbers.setdefault(axes, len(self._numbers)) for axes in group.axes]
-        shards = [math.prod(sizes[a] for a in {a for entry in axes for a in entry}) for axes in group.axes]
-        return np.array(numbers, int), np.array(shards, float)
 
     def matmul_seconds(self, chip: Chip) -> np.ndarray:
         """Per unit: seconds of its matmuls in a step, unsharded, at the rate of the matrix units."""
@@ -141,24 +137,16 @@ class Breakdown:
         self._units = plan.program.cached(_ProgramUnits)
         self._axes, self._shards = self._units.split(self.assignment)
         index = self._units.index
-        breakdown: list[_Part] = []
-        units: list[int] = []  # of all parts, one after the other
-        starts: list[int] = []
-        matmuls: list[tuple[int, int]] = []  # (part, unit)
-        kernels = 0.0
-        for part in (*_time_parts(plan), *_memory_parts(plan)):
-            kernels += part.seconds if part.scales else 0.0
-            if own := {index[u] for u in part.units if u in index}:
-                starts.append(len(units))
-                units += sorted(own)
-                matmuls += ((len(breakdown), index[op]) for op in part.matmuls if op in index)
-                breakdown.append(part)
+        every = [*_time_parts(plan), *_memory_parts(plan)]
+        kernels = sum(part.seconds for part in every if part.scales)
         self.kernels, self.sent, self.hidden = kernels, sent, max(0.0, sent + kernels - self.seconds)
-        self._part_units, self._part_starts = np.array(units, int), np.array(starts, int)
-        self._seconds, self._sizes = (
-            np.array([getattr(p, of) for p in breakdown], float) for of in ("seconds", "size")
-        )
-        self._scales = np.array([p.scales for p in breakdown], bool)
+        found = ((part, sorted({index[u] for u in part.units if u in index})) for part in every)
+        parts, units = zip(*((part, own) for part, own in found if own), strict=True)
+        self._part_units = np.concatenate(units)
+        self._part_starts = np.cumsum([0, *map(len, units[:-1])])
+        self._seconds, self._sizes = (np.array([getattr(p, of) for p in parts], float) for of in ("seconds", "size"))
+        self._scales = np.array([p.scales for p in parts], bool)
+        matmuls = [(k, index[op]) for k, part in enumerate(parts) for op in part.matmuls if op in index]
         self._matmul_parts, self._matmul_units = np.array(matmuls, int).reshape(-1, 2).T
 
     def lower_bound(self, assignment: AxisAssignment) -> LowerBound:
@@ -232,17 +220,14 @@ def _memory_parts(plan: Plan) -> Iterator[_Part]:
 
 def _units_of(kernel: Kernel) -> list[Any]:
     """The values and ops that a kernel's time depends on: buffers that it reads or writes, and everything fused in between."""
-    units: dict[Any, None] = dict.fromkeys([kernel.op, *(run.op for run in kernel.matmuls)])
-    reads = set(kernel.reads)
+    units: set[Any] = {kernel.op, *(run.op for run in kernel.matmuls)}
+    reads, seen = set(kernel.reads), set[Buffer]()
     todo: list[Buffer] = [*kernel.writes, *kernel.ins, *reads]
-    seen: set[Buffer] = set()
     while todo:
         buffer = todo.pop()
-        if buffer in seen:
-            continue
-        seen.add(buffer)
-        units[buffer.value] = None
-        if buffer.made_by is not None and buffer not in reads:
-            units[buffer.made_by.op] = None
+        units.add(buffer.value)
+        if buffer.made_by is not None and buffer not in reads and buffer not in seen:
+            units.add(buffer.made_by.op)
             todo += buffer.made_by.ins
+        seen.add(buffer)
     return list(units)

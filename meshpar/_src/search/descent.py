@@ -53,7 +53,7 @@ def search(
       tell: progress callback.
     """
     where = parse_topology(topology)
-    fixed_axes = {a for r in options.fixed.rules for a in r.axes}
+    fixed_axes = set(options.fixed.axes)
     if options.mesh is None:
         candidates = meshes(where.devices, where.slices, options.max_axes)
         keep_axes = {BETWEEN_SLICES, *fixed_axes}
@@ -235,8 +235,8 @@ def _verdict(searched: Sequence[Evaluation], staged: Sequence[Evaluation], untri
 
 def _plan_user_layout(evaluation: Evaluation, layout: Layout) -> list[str]:
     """Plan a layout of the user's own on the meshes with exactly its axes; returns a message if none of them has a plan."""
-    axes = {a for r in layout.rules for a in r.axes}
-    points = [Point(sizes, layout.rules) for sizes in evaluation.space.meshes if {a for a, _ in sizes} == axes]
+    among = [sizes for sizes in evaluation.space.meshes if {a for a, _ in sizes} == set(layout.axes)]
+    points = [Point(sizes, layout.rules) for sizes in among]
     evaluation.names.update(dict.fromkeys(points, "yours"))
     rows = [evaluation.plan(p) for p in points]
     if any(rows):

@@ -17,6 +17,7 @@ from ..layout import Layout
 from ..mesh import planned_mesh
 from ..passes import plan_without_passes, with_passes
 from ..plan.assignment import AxisAssignment
+from ..plan.checks import sizes_of_results
 from ..plan.collective_records import TooLong
 from ..plan.spec import shard_count
 from ..plan_api import Plan
@@ -25,7 +26,7 @@ from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
 from .options import SearchOptions
 from .policy import POLICY
-from .row import Objective, Row
+from .row import Row
 from .space import Move, Point, Sizes, Space, as_layout, renamed
 
 
@@ -58,6 +59,7 @@ class Settings:
     progress: Callable[[str], None] = lambda text: None
 
 
+@dataclass(eq=False)
 class Evaluation:
     """The evaluated candidates of one program. Candidates with equal assignments of axes share one plan.
 
@@ -67,6 +69,7 @@ class Evaluation:
       space: the candidates; its program is rewritten for their stages if they have pipelines.
       max_plans: the largest number of plans.
       deadline: ``time.monotonic()`` after which no plan is begun; None: no limit.
+      rival: the best candidate of another evaluation: candidates far from it are not planned.
       usable: bytes of a device that a peak may take.
       patience: number of plans without a gain after which a descent ends.
       rows: the candidates that were planned.
@@ -75,32 +78,24 @@ class Evaluation:
       last_gain: (candidates, plans) tried when the descent had its last gain, or started, and the row; None outside a descent.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        variant: str,
-        base: Plan,
-        space: Space,
-        max_plans: int,
-        deadline: float | None = None,
-        rival: Row | None = None,
-    ):
-        """An evaluation without candidates.
+    settings: Settings
+    variant: str
+    base: Plan
+    space: Space
+    max_plans: int
+    deadline: float | None = None
+    rival: Row | None = None
+    rows: dict[Point, Row] = field(default_factory=dict, init=False)
+    names: dict[Point, str] = field(default_factory=dict, init=False)
+    planned: int = field(default=0, init=False)
+    last_gain: tuple[int, int, Row] | None = field(default=None, init=False)
 
-        Args:
-          rival: the best candidate of another evaluation: candidates far from it are not planned.
-        """
-        assert base.chip is not None
-        self.settings, self.variant, self.base, self.chip, self.space = settings, variant, base, base.chip, space
-        self.objective: Objective = settings.options.objective
-        self.max_plans, self.deadline = max_plans, deadline
-        self.usable = settings.options.memory_fraction * base.chip.per_device().hbm
-        ops = sum(1 for _ in space.program.root.walk())
+    def __post_init__(self) -> None:
+        assert self.base.chip is not None
+        self.chip, self.objective = self.base.chip, self.settings.options.objective
+        self.usable = self.settings.options.memory_fraction * self.chip.per_device().hbm
+        ops = sum(1 for _ in self.space.program.root.walk())
         self.patience = max(1, POLICY.patience_candidates * POLICY.patience_ops // max(POLICY.patience_ops, ops))
-        self.rows: dict[Point, Row] = {}
-        self.names: dict[Point, str] = {}
-        self.planned = 0
-        self.last_gain: tuple[int, int, Row] | None = None
         self._patience = self.patience
         # By the key of equivalent candidates: the row, the error, or None for one that communicates too long under any limit.
         self._results: dict[Any, Row | MeshparError | None] = {}
@@ -110,8 +105,7 @@ class Evaluation:
         self._breakdowns: dict[Point, Breakdown | None] = {}
         self._last_assignment: tuple[Point, AxisAssignment] | None = None
         self._tori: dict[Sizes, Torus] = {}
-        self._best: Row | None = rival
-        self._best_point: Point | None = None
+        self._best, self._best_point = self.rival, None
         self._rejected: set[tuple[Any, Move]] = set()
 
     # -- comparison
@@ -144,8 +138,8 @@ class Evaluation:
 
     def is_gain(self, row: Row, than: Row) -> bool:
         """Whether a row is better than another by more than ``POLICY.min_gain_fraction``."""
-        (fits, metric, _), (other_fits, other, _) = self.rank(row), self.rank(than)
-        return fits < other_fits or (fits == other_fits and metric < (1 - POLICY.min_gain_fraction) * other)
+        fits, metric, _ = self.rank(than)
+        return self.rank(row)[:2] < (fits, (1 - POLICY.min_gain_fraction) * metric)
 
     def only_time_counts(self, point: Point) -> bool:
         """Whether a candidate is better than a planned one only if its step is shorter."""
@@ -286,8 +280,9 @@ class Evaluation:
         assignment, sizes, program = self._assignment(point), dict(point.sizes), self.space.program
         for value in program.inputs:
             for rule, i in assignment.unused_optional_rules(value):
-                shards = shard_count(rule.axes, sizes)
-                return f"{program.dims(value)[i]} of {value.shape[i]} is not divisible by {shards}"
+                shards, name, size = shard_count(rule.axes, sizes), program.dims(value)[i], value.shape[i]
+                if program.cached(sizes_of_results).get(name, size) % shards:  # else only the input is left unsharded
+                    return f"{name} of {size} is not divisible by {shards}"
         return ""
 
     def _report_progress(self) -> None:
@@ -438,15 +433,11 @@ class Evaluation:
                 self._tried.add(self._equivalence_key(point))
             if row is None and point in self._near:
                 continue
-            if row is None or self._is_much_worse(rank := self.rank(row), rank_at):
+            if row is None or self.rank(row)[:2] > (rank_at[0], (1 + POLICY.rejected_loss_fraction) * rank_at[1]):
                 self._rejected.add((rank_at[0], move))
-            elif worth and self.is_gain(row, row_at) and (rank, point.layout) < (self.rank(best_row), best.layout):
-                best, best_row = point, row
+            elif worth and self.is_gain(row, row_at):
+                best, best_row = min((best, best_row), (point, row), key=lambda c: (self.rank(c[1]), c[0].layout))
         return best
-
-    @staticmethod
-    def _is_much_worse(rank: tuple[Any, ...], than: tuple[Any, ...]) -> bool:
-        return rank[0] > than[0] or (rank[0] == than[0] and rank[1] > (1 + POLICY.rejected_loss_fraction) * than[1])
 
 
 def used_together(before: str, axis: str, entry: Sequence[str]) -> bool:

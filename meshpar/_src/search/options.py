@@ -45,32 +45,18 @@ class SearchOptions:
       LayoutSyntaxError: rules that cannot be read.
     """
 
-    mesh: str | None = option(
-        None, "--mesh", 'the only mesh to try, "data=64, model=8" (default: all that the topology has)'
-    )
-    fixed: Layout = option("", "--fixed", 'rules that every layout begins with: "batch: data"', metavar="RULES")
-    forbid: tuple[str, ...] = option("", "--forbid", 'dims that are never split: "head_dim, seq"', metavar="DIMS")
+    mesh: str | None = option(None, 'the only mesh to try, "data=64, model=8" (default: all that the topology has)')
+    fixed: Layout = option("", 'rules that every layout begins with: "batch: data"', metavar="RULES")
+    forbid: tuple[str, ...] = option("", 'dims that are never split: "head_dim, seq"', metavar="DIMS")
     layouts: tuple[Layout, ...] = ()
-    objective: Objective = option(
-        "time",
-        "--objective",
-        "the shortest step, or the smallest peak memory (%(default)s)",
-        choices=get_args(Objective),
-    )
-    memory_fraction: float = option(
-        USABLE_FRACTION, "--memory-fraction", "fraction of the memory that may be used (%(default)s)", type=float
-    )
-    max_axes: int = option(3, "--max-axes", "the most axes of a mesh (%(default)s)", type=int)
-    max_plans: int = option(400, "--max-plans", "the most candidates that are planned (%(default)s)", type=int)
+    objective: Objective = option("time", "the shortest step, or the smallest peak memory (%(default)s)")
+    memory_fraction: float = option(USABLE_FRACTION, "fraction of the memory that may be used (%(default)s)")
+    max_axes: int = option(3, "the most axes of a mesh (%(default)s)")
+    max_plans: int = option(400, "the most candidates that are planned (%(default)s)")
     time_limit: float | None = option(
-        None,
-        "--time-limit",
-        "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s",
-        type=float,
+        None, "seconds after which no more plans are begun; a plan of a large unrolled model takes 20 s"
     )
-    verify: int = option(
-        0, "--verify", "compile the best N with the real compiler (%(default)s)", type=int, metavar="N"
-    )
+    verify: int = option(0, "compile the best N with the real compiler (%(default)s)", metavar="N")
 
     def __post_init__(self) -> None:
         """Check the options, and replace each by its normal form."""
@@ -98,5 +84,4 @@ class SearchOptions:
                     f"{layout!r}: a search reads rules in order",
                     fixes=["give its text", "or plan it by itself with mp.plan"],
                 )
-        for name, value in normalized.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(normalized)

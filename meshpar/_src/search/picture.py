@@ -202,10 +202,9 @@ def _nearest_free(cell: tuple[int, int], labelled: Collection[tuple[int, int]]) 
 
 
 def _tooltip(row: Row) -> str:
-    what = ", ".join(filter(None, [row.variant, row.name]))
-    return f"{format_seconds(row.seconds)}, {format_memory(row.peak)}: {row.mesh}: {row.layout or UNSHARDED}" + (
-        f" ({what})" if what else ""
-    )
+    names = ", ".join(filter(None, [row.variant, row.name]))
+    what = f"{row.mesh}: {row.layout or UNSHARDED}" + f" ({names})" * bool(names)
+    return f"{format_seconds(row.seconds)}, {format_memory(row.peak)}: {what}"
 
 
 def _tick_labels(ticks: Sequence[float], scale: Scale, label: Callable[[float], str], columns: int) -> str:

@@ -23,7 +23,7 @@ from ..plan_api import Plan
 from ..report.colours import AxisColours
 from ..report.diff import MIN_DIFFERENCE, longer_parts
 from ..report.document import Document
-from ..report.facts import calibration_text, title
+from ..report.facts import calibration_text, takes_text, title
 from ..report.hints import memory_hints, program_hints
 from ..report.tables import Cell, Table, hanging, key, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
@@ -108,9 +108,8 @@ class Search(Document):
         """
         layout = Layout(layout)
         if mesh is None:
-            axes = {a for rule in layout.rules for a in rule.axes}
-            meshes = [row.mesh for row in (self.best, *self.rows) if axes <= parse_mesh(row.mesh).keys()]
-            mesh = (meshes or [self.best.mesh])[0]
+            fitting = (r.mesh for r in (self.best, *self.rows) if set(layout.axes) <= parse_mesh(r.mesh).keys())
+            mesh = next(fitting, self.best.mesh)
         base = self._bases.get(self.best.variant if variant is None else variant)
         if base is None:
             raise UnsupportedError(f"variant={variant!r} was not searched", fixes=[f"one of {sorted(self._bases)}"])
@@ -118,8 +117,8 @@ class Search(Document):
             with quiet():
                 other, best = base.replan(layout=layout, mesh=mesh, topology=self.topology), self.plan()
         except MeshparError as e:
-            axes = dict.fromkeys(a for rule in layout.rules for a in rule.axes)
-            more = f'\n          or say which mesh: found.why(layout, mesh="{", ".join(f"{a}=…" for a in axes)}")'
+            axes = ", ".join(f"{a}=…" for a in layout.axes)
+            more = f'\n          or say which mesh: found.why(layout, mesh="{axes}")'
             return f"illegal: {e}{more * isinstance(e, UnknownAxisError)}"
         assert other.chip is not None
         assert other.seconds is not None
@@ -145,10 +144,8 @@ class Search(Document):
     def to_json(self) -> str:
         """The best candidate, all rows and the options of the search as JSON."""
         own = "topology objective memory_fraction fits larger planned illegal ended refused stages".split()
-        rows = {"best": asdict(self.best), "rows": [asdict(r) for r in self.rows]}
-        return json.dumps(
-            {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration, **rows}
-        )
+        facts = {**{name: getattr(self, name) for name in own}, "calibration": self._base.calibration}
+        return json.dumps({**facts, "best": asdict(self.best), "rows": [asdict(r) for r in self.rows]})
 
     def _title(self) -> str:
         return f"{self.name or title(self._base)}: search on {self.topology}"
@@ -221,8 +218,8 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than under the default layout: FSDP, over several slices HSDP if it fits. Where it does
-        not fit or divide the arguments, than under the best known scheme that does. "": there is none, or it is the best."""
+        """How much shorter the best step is than under the default layout: FSDP, over several slices HSDP if it fits. Where that
+        does not fit or divide the arguments, than under the best known scheme that does. "" if there is none, or it is the best."""
         known = {r.name: r for r in reversed(self.rows) if r.name not in ("", "yours")}
         hsdp = known.get("hsdp") if parse_topology(self.topology).slices > 1 else None
         default, what = hsdp if hsdp and hsdp.fits and not hsdp.undivided else known.get("fsdp"), "the default layout"
@@ -248,17 +245,9 @@ class Search(Document):
         verdict = "" if self.fits else '<b class="up">Nothing fits.</b> '
         of = f"{format_memory(best.peak)} of the {format_memory(self.usable)} usable"
         speedup = f" It is {escape(self._speedup)}." if self._speedup else ""
-        texts = {"mesh": best.mesh, "layout": best.layout or UNSHARDED, "lowering": best.lowering}
-        texts |= {"with": ", ".join(filter(None, [best.variant, _pipeline(best)])), "next": self._next}
-        chosen = "".join(
-            f"<div><dt>{k}</dt><dd><code>{escape(text)}</code></dd></div>" for k, text in texts.items() if text
-        )
-        about = [
-            self._count,
-            f"All numbers are estimates{self._calibrated}",
-            self.stages,
-            self._star,
-        ]
+        texts = {**self._choice, "next": self._next}
+        chosen = "".join(f"<div><dt>{k}</dt><dd><code>{escape(v)}</code></dd></div>" for k, v in texts.items())
+        about = [self._count, f"All numbers are estimates{self._calibrated}", self.stages, self._star]
         legend = (
             ("c1", "★ the chosen layout"),
             ("c0", "A, B, …: Pareto front of step time and memory"),
@@ -266,12 +255,20 @@ class Search(Document):
         )
         return (
             f'<h1>{escape(self.name or title(self._base))} <span class="dim">search on {escape(self.topology)}</span></h1>'
-            f'<p class="verdict">{verdict}A step takes about <b>{format_seconds(best.seconds)}</b> (MFU {100 * best.mfu:.0f} %), '
-            f"with {of}.{speedup}</p>"
+            f'<p class="verdict">{verdict}{takes_text(self.fits).capitalize()} about '
+            f"<b>{format_seconds(best.seconds)}</b> (MFU {100 * best.mfu:.0f} %), with {of}.{speedup}</p>"
             f'<dl class="facts">{chosen}</dl>{self._picture.drawing(rows)}{key(legend)}'
             f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
             f'<p class="dim">{escape(". ".join(text[:1].upper() + text[1:] for text in about if text))}.</p>'
         )
+
+    @property
+    def _choice(self) -> dict[str, str]:
+        """The best candidate: mesh, layout, lowering, and where there are others, program and schedule."""
+        best = self.best
+        texts = {"mesh": best.mesh, "layout": best.layout or UNSHARDED, "lowering": best.lowering}
+        more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
+        return {**texts, "with": more} if more else texts
 
     @property
     def _next(self) -> str:
@@ -286,9 +283,8 @@ class Search(Document):
         if not self.fits:
             return "★ has the smallest peak, and does not fit either: nothing is chosen"
         least = "shortest step that fits" if self.objective == "time" else "smallest peak"
-        return (
-            f"★ is the choice: of the layouts within {100 * POLICY.tie_fraction:.0f} % of the {least}, the simplest one"
-        )
+        near = f"within {100 * POLICY.tie_fraction:.0f} % of the {least}"
+        return f"★ is the choice: of the layouts {near}, the simplest one"
 
     def __rich__(self) -> Any:
         """The result for a terminal: the best candidate, a plot of time and memory, the table of candidates, and
@@ -301,17 +297,11 @@ class Search(Document):
         if not self.fits:
             head = [Text(self._misfit(), "bold red"), hanging(fixes), Text(), *head]
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS, self._alike)
-        more = ", ".join(filter(None, [best.variant, _pipeline(best)]))
-        lines = {
-            "mesh": styles.mesh(best.mesh),
-            "layout": styles.layout(best.layout or UNSHARDED),
-            "lowering": Text(best.lowering),
-            "with": Text(more),
-            "step": Text(
-                f"{format_seconds(best.seconds)}, MFU {100 * best.mfu:.0f} %, {format_memory(best.peak)} of the "
-                f"{format_memory(self.usable)} usable{self._speedup and f'; {self._speedup}'}"
-            ),
-        }
+        styled = {"mesh": styles.mesh, "layout": styles.layout}
+        lines = {name: styled.get(name, Text)(text) for name, text in self._choice.items()}
+        usable = f"{format_memory(best.peak)} of the {format_memory(self.usable)} usable"
+        speedup = f"; {self._speedup}" * bool(self._speedup)
+        lines["step"] = Text(f"{format_seconds(best.seconds)}, MFU {100 * best.mfu:.0f} %, {usable}{speedup}")
         lines[""] = Text(self.stages)
         hints = fixes * self.fits + [(Text("hint", "bold"), Text(hint, "green")) for hint in program_hints(plan)]
         choice = hanging([*((Text(name, "bold"), text) for name, text in lines.items() if text), *hints])

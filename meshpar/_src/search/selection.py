@@ -189,7 +189,8 @@ def one_per_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         similar = by_kind.setdefault(candidate.kind, [])
         at = next((k for k in similar if _similar(shown[k].row, candidate.row)), None)
-        if at is None or (candidate.row.name and (at == 0 or shown[at].row.name or _gains(shown[at], candidate))):
+        least = (1 - POLICY.min_gain_fraction) * candidate.row.seconds
+        if at is None or (candidate.row.name and (at == 0 or shown[at].row.name or shown[at].row.seconds < least)):
             similar.append(len(shown))
             shown.append(candidate)
         elif candidate.row.name:
@@ -197,17 +198,10 @@ def one_per_kind(candidates: Sequence[Candidate]) -> list[Candidate]:
     return shown
 
 
-def _gains(one: Candidate, other: Candidate) -> bool:
-    """Whether the step of a candidate is shorter than that of another one by ``POLICY.min_gain_fraction``."""
-    return one.row.seconds < (1 - POLICY.min_gain_fraction) * other.row.seconds
-
-
 def _similar(one: Row, other: Row) -> bool:
     """Whether the costs of two rows differ by at most ``POLICY.same_row_fraction``."""
-    most = 1 + POLICY.same_row_fraction
-    return one.fits == other.fits and all(
-        max(x, y) <= most * min(x, y) for x, y in ((one.seconds, other.seconds), (one.peak, other.peak))
-    )
+    most, pairs = 1 + POLICY.same_row_fraction, zip(one.cost, other.cost, strict=True)
+    return one.fits == other.fits and all(max(pair) <= most * min(pair) for pair in pairs)
 
 
 def as_shown(candidate: Candidate, keep: Collection[str]) -> Row:
@@ -272,8 +266,7 @@ def _mergers(point: Point, keep: Collection[str]) -> Iterator[Point]:
         if not all(used_together(major, minor, r.axes) for r in point.rules):
             continue
         rules = tuple(replace(r, axes=tuple(a for a in r.axes if a != minor)) for r in point.rules)
+        merged = major, size[major] * size[minor]
         for gone, place in ((minor, major), (major, minor)):
-            sizes = tuple(
-                (major, size[major] * size[minor]) if a == place else (a, n) for a, n in point.sizes if a != gone
-            )
-            yield Point(sizes, rules)
+            sizes = (merged if a == place else (a, n) for a, n in point.sizes if a != gone)
+            yield Point(tuple(sizes), rules)

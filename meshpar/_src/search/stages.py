@@ -54,11 +54,9 @@ class LayerStack:
         if around is None:
             return None
         inside = [loop for loop, op in loops if op is around]
-        ops = {op for loop in inside for body in loop.op.frames for op in body.walk()}
+        ops = frozenset(op for loop in inside for body in loop.op.frames for op in body.walk())
         layers = math.gcd(*(loop.op.eqn.params["length"] for loop in inside))
-        return cls(
-            tuple(dict.fromkeys(loop.dim for loop in inside)), layers, around.eqn.params["length"], frozenset(ops)
-        )
+        return cls(tuple(dict.fromkeys(loop.dim for loop in inside)), layers, around.eqn.params["length"], ops)
 
     def slowdown(self, stages: int) -> float:
         """The time of the layers relative to their time without a bubble."""
@@ -90,9 +88,8 @@ def staged_space(
     traced, topology = base.program.traced, settings.topology
     try:
         assignment = AxisAssignment(traced, rules, dict(among[0]))
-        program = rewrite_pipelines(
-            traced, assignment.value_spec, rules.unscoped, assignment.sizes, base.request.schedule, base.request.gather
-        )
+        how = base.request.schedule, base.request.gather
+        program = rewrite_pipelines(traced, assignment.value_spec, rules.unscoped, assignment.sizes, *how)
         if program is None:
             return None
         space = Space.of(program, among, rules, settings.options.forbid)

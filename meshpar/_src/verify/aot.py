@@ -22,13 +22,14 @@ from ..compat.jax import without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
 from ..hardware.topology import Places, chip_of, topology_devices, topology_of
+from ..iterables import grouped_by
 from ..layout import AnyMesh
 from ..mesh import MeshLike, context_mesh
 from ..mesh import mesh as make_mesh
 from ..plan.plan import Plan
 from ..report.data import calibration_rates
 from ..report.document import Document
-from ..report.facts import calibration_text, grouped, kernel_seconds, layout_text
+from ..report.facts import calibration_text, kernel_seconds, layout_text
 from ..report.tables import Cell, PathText, Table, Wrapped, ratio
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
@@ -361,7 +362,7 @@ def _collectives_table(c: Compiled) -> Table:
         calls = None if any(x.count is None for x in group) else sum(x.count or 0 for x in group)
         return format_bytes(total), "?" if calls is None else str(calls), format_bytes(total / calls) if calls else ""
 
-    groups = grouped(c.final_collectives, lambda x: (x.op, axes(x), x.shape, x.source))
+    groups = grouped_by(c.final_collectives, lambda x: (x.op, axes(x), x.shape, x.source))
     groups.sort(key=lambda g: -sum(x.total_bytes for x in g))
     rows = [(g[0].op, axes(g[0]), *sizes_of(g), g[0].shape, _short(g[0].source)) for g in groups[:MAX_ROWS]]
     smaller = [x for g in groups[MAX_ROWS:] for x in g]

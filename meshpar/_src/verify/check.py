@@ -72,7 +72,7 @@ class Row:
     rounding: float = 0.0
     rounding_path: str = ""
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self) -> tuple[str, str, str, str, str]:
         """The mark, mesh, layout, lowering and difference of a line of the report, without the size of what rounding explains."""
         some = len(self.explained)
         place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
@@ -116,35 +116,37 @@ class Report:
 
     def __rich__(self) -> Any:
         """The result, a line per run, and the errors in full: ``✓ data=4  batch: data  1.2e-07 in nu/up``."""
-        lowerings = len({r.lowering for r in self.rows}) > 1
-        cells = [(*cells[:3], cells[3] * lowerings, cells[4]) for cells in (r.cells() for r in self.rows)]
-        cells += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
-        layouts, of = {row[2] for row in cells}, ""
-        if len(layouts) == 1:
-            cells, of = [(*row[:2], "", *row[3:]) for row in cells], f" of `{layouts.pop()}`"
-        kept = [k for k, column in enumerate(zip(*cells, strict=True)) if any(column)]
-        rows = [(_mark(f"{row[0]} {row[1]}"), *(Text(row[k]) for k in kept[2:])) for row in cells]
-        bad, mark = sum(r.error is not None for r in self.rows), "✓" if self.ok else "✗"
-        runs = f"{mark} {len(self.rows) - bad} of {len(self.rows)} runs{of} equal to the unsharded one"
-        head, notes = f"{runs}, to {self.tolerance:g} of each leaf's largest value", []
-        if any(r.explained for r in self.rows):
-            head += " or, each op verified, up to rounding"
-            paths = list(dict.fromkeys(path for r in self.rows for path in r.explained))
-            more = len(paths) - MAX_ROUNDING_PATHS
-            shown = ", ".join(paths[:MAX_ROUNDING_PATHS]) + (f" and {more} more" if more > 0 else "")
-            largest = max((r for r in self.rows if r.explained), key=lambda r: r.rounding)
-            notes += [
-                "rounding: leaves that differ by more than the tolerance, though no op is wrong",
-                f"  {shown}",
-                "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
-                "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
-                f"  These leaves differ by at most {largest.rounding:.1e} of their largest value ({largest.rounding_path}). A "
-                "leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
-            ]
-        notes += [f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped]
-        errors = [str(r.error) for r in self.rows if r.error is not None]
-        lines = [Wrapped([Text(note)], hang=2) for note in notes]
-        return Group(Wrapped([_mark(head)], hang=2), hanging(rows), *lines, *map(Text, errors))
+        lines = [r.cells() for r in self.rows]
+        lines += [("–", mesh, layout or UNSHARDED, "", "skipped") for mesh, layout, _ in self.skipped]
+        layouts = {layout for _, _, layout, _, _ in lines}
+        of = f" of `{layouts.pop()}`" if len(layouts) == 1 else ""
+        # of layout, lowering and difference; the first two have a column where they differ
+        columns = [0] * (not of) + [1] * (len({r.lowering for r in self.rows}) > 1) + [2]
+        table = [(_mark(f"{mark} {mesh}"), *(Text(of_run[k]) for k in columns)) for mark, mesh, *of_run in lines]
+        errors, rounding = [str(r.error) for r in self.rows if r.error is not None], self._rounding()
+        equal = f"{len(self.rows) - len(errors)} of {len(self.rows)} runs{of} equal to the unsharded one"
+        head = f"{'✓' if self.ok else '✗'} {equal}, to {self.tolerance:g} of each leaf's largest value"
+        notes = map(Text, [*rounding, *(f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped)])
+        texts = _mark(head + " or, each op verified, up to rounding" * bool(rounding)), *notes
+        first, *below = (Wrapped([text], hang=2) for text in texts)
+        return Group(first, hanging(table), *below, *map(Text, errors))
+
+    def _rounding(self) -> list[str]:
+        """The notes about the leaves that differ by rounding; empty if there are none."""
+        rows = [r for r in self.rows if r.explained]
+        if not rows:
+            return []
+        paths = list(dict.fromkeys(path for r in rows for path in r.explained))
+        more = len(paths) - MAX_ROUNDING_PATHS
+        largest = max(rows, key=lambda r: r.rounding)
+        return [
+            "rounding: leaves that differ by more than the tolerance, though no op is wrong",
+            f"  {', '.join(paths[:MAX_ROUNDING_PATHS])}" + f" and {more} more" * (more > 0),
+            "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
+            "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
+            f"  These leaves differ by at most {largest.rounding:.1e} of their largest value ({largest.rounding_path}). A "
+            "leaf that is zero up to rounding, as a gradient whose terms cancel, may differ by its largest value or more.",
+        ]
 
 
 def _mark(text: str) -> Text:
@@ -241,7 +243,7 @@ def _default_meshes(layout: Layout) -> list[Mesh]:
     """Meshes of all n devices with sizes 1×n, 2×n/2 and 2×2×n/4; sizes beyond the axes of the layout form an idle axis."""
     n = len(jax.devices())
     n = n if n >= 4 else 8  # too few: the error of the mesh shows how to get eight
-    axes = list(dict.fromkeys(a for r in layout.rules for a in r.axes))
+    axes = layout.axes
     idle = next(name for name in (IDLE, *(f"{IDLE}_{i}" for i in range(len(axes)))) if name not in axes)
     shapes = [(1, n), (2, n // 2), (2, 2, n // 4)]
     if len(axes) == 1:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import moe_oracle as oracle
 import numpy as np
 import pytest
+from arrays import bf16
 from interpreters import race_detection
 
 import meshpar as mp
@@ -289,8 +290,9 @@ def test_the_plan_knows_what_is_sent(mesh):
 
 def test_the_plan_chooses_the_number_of_parts():
     """With the experts of DeepSeek-V3 on 64 chips: as many parts as their matmuls can hide, more where links are fast."""
-    wide = {"kernel": (7168, 256), "gate": (256, 7168, 2048), "up": (256, 7168, 2048), "down": (256, 2048, 7168)}
-    p, x = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "bfloat16"), (wide, (64, 3800, 7168)), is_leaf=_is_shape)
+    inward, outward = bf16(256, 7168, 2048), bf16(256, 2048, 7168)
+    p = {"kernel": bf16(7168, 256), "gate": inward, "up": inward, "down": outward}
+    x = bf16(64, 3800, 7168)
     how = {"mesh": "data=64", "layout": "batch: data; expert: data", "dims": ONE_DIMS, "lowering": "shard_map"}
     parts, exposed = {}, {}
     for chip in ("v5p:4x4x4", "v6e:8x8"):
@@ -308,10 +310,6 @@ def test_the_plan_chooses_the_number_of_parts():
 
 def squares(p, x, **options):
     return (layer(p, x, **options)[0] ** 2).sum()
-
-
-def _is_shape(x):
-    return isinstance(x, tuple) and isinstance(x[0], int)
 
 
 WIDE = {"kernel": normal(128, 4), "gate": normal(4, 128, M), "up": normal(4, 128, M), "down": normal(4, M, 128)}
@@ -375,7 +373,7 @@ def test_the_kernels_choice_is_the_routers(router, mesh, monkeypatch):
 
     `route` by its definition replaces its kernels.
     """
-    monkeypatch.setattr("meshpar._src.layers.moe.router_parts.route", _route_by_definition)
+    monkeypatch.setattr("meshpar._src.layers.moe.routers.route", _route_by_definition)
     logits = (3 * R.normal(size=(B, S, E))).astype("f")
     logits[0, 1, 2], logits[1, 0, 3:] = np.nan, -np.inf
     options = {"k": 2, "mask": MASK, "capacity": 1.0}
@@ -440,10 +438,7 @@ def test_the_exchange_that_sends_least():
     ("changed", "says"),
     [
         ({"strategy": "sparse"}, "strategy must be one of a2a, ring, dense"),
-        (
-            {"exchange": "xla"},
-            "exchange must be one of padded, float8, pallas, pallas_tpu, pallas_gpu or None, got 'xla'",
-        ),
+        ({"exchange": "xla"}, "exchange must be one of padded, float8, pallas, .* or None, got 'xla'"),
         ({"exchange": "float8", "embed": 200}, "a scale for each 128 elements of a token, which do not divide its 200"),
         ({"overlap": 3}, "overlap must be one of 1, 2, 4, got 3"),
         ({"slack": 0.5}, "slack=0.5 must be at least 1"),
@@ -469,10 +464,7 @@ def test_exchanges_that_do_not_exist(changed, says):
         ({"activation": "swiglu"}, "no activation 'swiglu'"),
         ({"router_weights": None}, r"router='top_k' must be \[H, E\]; got None"),
         ({"router_weights": (P["kernel"], P["kernel"])}, r"must be \[H, E\]; got kernel tuple"),
-        (
-            {"router": "two_level"},
-            r"router='two_level' must be {\"outer\": \[H, O\], \"inner\": \[H, O, I\]}; got kernel",
-        ),
+        ({"router": "two_level"}, r"router='two_level' must be {\"outer\": \[H, O\], \"inner\": \[H, O, I\]}; got"),
         ({"router": "two_level", "router_weights": dict.fromkeys(("outer", "inner"), P["kernel"])}, "must be {"),
         ({"router": "hash"}, "router='hash' must be None, and ids="),
         ({"router": "hash", "router_weights": None}, "needs ids=, an integer array"),
@@ -486,15 +478,9 @@ def test_exchanges_that_do_not_exist(changed, says):
     ],
 )
 def test_bad_arguments(change, says):
-    given = {
-        "x": X,
-        "router_weights": P["kernel"],
-        "experts": {n: P[n] for n in ("gate", "up", "down")},
-        "k": 2,
-        **change,
-    }
+    given = {"x": X, "router_weights": P["kernel"], "experts": {n: P[n] for n in ("gate", "up", "down")}, "k": 2}
     with pytest.raises(MeshparError, match=says):
-        moe(**given)
+        moe(**{**given, **change})
 
 
 def test_the_plan_counts_what_the_experts_hold_while_they_run():

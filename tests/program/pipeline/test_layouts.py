@@ -18,7 +18,6 @@ MICROBATCHES = 4
 TENSOR = "batch: data; heads, kv_heads, mlp: model; vocab: stage+model"
 DEVICES = "stage=2, data=2, model=2"
 LLAMA = {
-    "four stages": ("stage=4, idle=2", "vocab: stage; layers: stage", "zb", "jit"),
     "fsdp, two rounds": ("stage=2, data=2, idle=2", "batch, embed: data; layers: stage*2", "1f1b", "shard_map"),
     "tensor + sequence": (
         "stage=2, idle=2, model=2",

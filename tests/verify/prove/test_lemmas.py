@@ -520,12 +520,22 @@ EDGES = {
 """Programs that are wrong at an edge of a lemma: (function, local form, specs, shapes or arrays of the arguments)."""
 
 
+def on_devices(local, ins, outs):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    return jax.shard_map(local, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+
+
+def proof_of(written, sharded, args):
+    proof = prove_program(jax.make_jaxpr(written)(*args), jax.make_jaxpr(sharded)(*args))
+    assert not proof.errors
+    return proof
+
+
 @pytest.mark.parametrize("name", EDGES)
 def test_a_program_that_is_wrong_at_an_edge_of_a_lemma_is_not_proven(name):
     written, local, ins, outs, args = EDGES[name]
     args = [jnp.asarray(RNG.integers(1, 9, a), jnp.float32) if isinstance(a, tuple) else jnp.asarray(a) for a in args]
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+    sharded = on_devices(local, ins, outs)
     assert not np.array_equal(jax.jit(sharded)(*args), written(*args))
     assert not proof_of(written, sharded, args).proven
 
@@ -550,9 +560,7 @@ UNREFUSED = {
 @pytest.mark.parametrize("name", UNREFUSED)
 def test_a_program_that_is_right_is_not_refused(name):
     written, local, ins, outs, shapes = UNREFUSED[name]
-    args = [jnp.asarray(RNG.integers(1, 4, s), jnp.float32) for s in shapes]
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharded = jax.shard_map(local, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False)
+    args, sharded = [jnp.asarray(RNG.integers(1, 4, s), jnp.float32) for s in shapes], on_devices(local, ins, outs)
     np.testing.assert_allclose(jax.jit(sharded)(*args), written(*args), rtol=1e-5)
     assert proof_of(written, sharded, args).status != "refused"
 
@@ -560,17 +568,8 @@ def test_a_program_that_is_right_is_not_refused(name):
 def programs(name, out=None, local=None):
     """(the function, its sharded form, arguments)."""
     written, right, ins, outs, shapes, _ = CASES[name]
-    local = local or right
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    where = {"mesh": mesh, "in_specs": tuple(ins), "out_specs": outs if out is None else out, "check_vma": False}
     args = [jnp.asarray(RNG.integers(-3, 4, s), jnp.float32) for s in shapes]
-    return written, jax.shard_map(local or written, **where), args
-
-
-def proof_of(written, sharded, args):
-    proof = prove_program(jax.make_jaxpr(written)(*args), jax.make_jaxpr(sharded)(*args))
-    assert not proof.errors
-    return proof
+    return written, on_devices(local or right or written, ins, outs if out is None else out), args
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -581,7 +580,7 @@ def test_a_proven_program_equals_the_function(name):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("scan",)])
+@pytest.mark.parametrize("name", [n for n in CASES if n != "scan"])
 def test_a_program_with_other_specs_is_not_proven(name):
     written, *_, wrong = CASES[name]
     _, sharded, args = programs(name, wrong)
@@ -600,9 +599,8 @@ def test_a_local_form_that_computes_something_else_is_not_proven(name, local):
 
 
 def test_the_cause_has_the_op_the_reason_and_the_line():
-    where = {"mesh": jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), "check_vma": False}
-    local = jax.shard_map(lambda x: jnp.tanh(x.sum(0)), in_specs=P("data"), out_specs=P(), **where)
-    proof = proof_of(lambda x: jnp.tanh(x.sum(0)), local, [jnp.ones((8, 4))])
+    step = lambda x: jnp.tanh(x.sum(0))  # noqa: E731
+    proof = proof_of(step, on_devices(step, [P("data")], P()), [jnp.ones((8, 4))])
     assert proof.status == "refused"
     (cause,) = proof.failed
     assert (cause.op, cause.refused) == ("tanh", True)
@@ -611,9 +609,7 @@ def test_the_cause_has_the_op_the_reason_and_the_line():
 
 
 def test_a_result_that_is_another_value_is_a_cause_without_equations():
-    where = {"mesh": jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)), "check_vma": False}
-    local = jax.shard_map(lambda x: jnp.sin(x), in_specs=P("data"), out_specs=P("data"), **where)
-    proof = proof_of(jnp.cos, local, [jnp.ones((8, 4))])
+    proof = proof_of(jnp.cos, on_devices(lambda x: jnp.sin(x), [P("data")], P("data")), [jnp.ones((8, 4))])
     assert (proof.status, proof.share) == ("not verified", 1.0)
     assert proof.failed == {proof.results[0].cause: 0}
     assert "is not the value of the function as written: it has sin(" in str(proof)
@@ -623,8 +619,6 @@ def test_a_result_that_is_another_value_is_a_cause_without_equations():
 def test_an_op_with_a_body_is_no_call():
     """A reduction by a function of its own has no lemma, in spite of its jaxpr."""
     mean = lambda x: lax.reduce(x, jnp.float32(0), lambda a, b: a * 2 + b, (0,))  # noqa: E731
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    local = jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    proof = proof_of(mean, local, [jnp.ones(8)])
+    proof = proof_of(mean, on_devices(mean, [P()], P()), [jnp.ones(8)])
     assert proof.status == "not verified"
     assert {c.reason for c in proof.failed if "as written" not in c.reason} == {"no lemma"}

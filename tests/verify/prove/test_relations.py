@@ -15,8 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshpar._src.compat.jax import axes_of_spec
-from meshpar._src.verify.prove.fragments import ALL, Fragments
-from meshpar._src.verify.prove.relation import Context, Rel
+from meshpar._src.verify.prove.fragments import ALL
+from meshpar._src.verify.prove.relation import Context, Fragments, Rel
 from meshpar._src.verify.prove.term import Terms, number_of, table_of
 from meshpar._src.verify.prove.walk import Walk
 
@@ -24,6 +24,14 @@ SIZES = {"data": 4, "model": 2}
 EVERY = ("data", "model")
 MAX_SIZE, MAX_VALUE = 4096, 2.0**22
 REDUCTIONS = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min}
+UNARY = {
+    "convert": lambda x, t: x, "expand": lambda x, t: x, "scale": lambda x, t: x * float(t.params),
+    "reshape": lambda x, t: x.reshape(t.shape), "transpose": lambda x, t: x.transpose(t.params),
+    "slice": lambda x, t: np.take(x, table_of(t), t.params[0]), "take": lambda x, t: np.take(x, table_of(t), t.params[0]),
+    "sort": lambda x, t: np.sort(x, dict(t.params)["dimension"]), "argmax": lambda x, t: np.argmax(x, t.params[0]),
+    "argmin": lambda x, t: np.argmin(x, t.params[0]), "rev": lambda x, t: np.flip(x, t.params),
+}  # fmt: skip
+"""Ops of one operand, and their terms."""
 POINTWISE = {
     "mul": np.multiply, "sub": np.subtract, "max": np.maximum, "min": np.minimum, "abs": np.abs, "and": np.logical_and,
     "or": np.logical_or, "lt": np.less, "le": np.less_equal, "eq": np.equal, "ne": np.not_equal, "ge": np.greater_equal,
@@ -73,18 +81,8 @@ class Values:
             return sum(xs[1:], x)
         if t.op in POINTWISE:
             return POINTWISE[t.op](*xs)
-        if t.op == "scale":
-            return x * float(p)
-        if t.op == "convert":
-            return x
-        if t.op == "reshape":
-            return x.reshape(t.shape)
-        if t.op == "transpose":
-            return x.transpose(p)
-        if t.op == "expand":
-            return x
-        if t.op in ("slice", "take"):
-            return np.take(x, table_of(t), p[0])
+        if t.op in UNARY:
+            return UNARY[t.op](x, t)
         if t.op == "concatenate":
             d, _ = p
             shape = np.broadcast_shapes(*[(*x.shape[:d], 1, *x.shape[d + 1 :]) for x in xs])
@@ -97,23 +95,14 @@ class Values:
         if t.op == "cumsum":
             d, reverse = p
             return np.flip(np.cumsum(np.flip(x, d), d), d) if reverse else np.cumsum(x, d)
-        if t.op == "sort":
-            return np.sort(x, dict(p)["dimension"])
-        if t.op in ("argmax", "argmin"):
-            return getattr(np, t.op)(x, p[0])
-        if t.op == "rev":
-            return np.flip(x, p)
         if t.op == "einsum":
             (left, right), kept, _ = p
             sizes = {}
             for labels, a in ((left, x), (right, xs[1])):
                 for n, size in zip(labels, a.shape, strict=True):
                     sizes[n] = max(size, sizes.get(n, 1))
-            full = [
-                np.broadcast_to(a, [sizes[n] for n in labels]).astype(np.float64)
-                for labels, a in ((left, x), (right, xs[1]))
-            ]
-            return np.einsum(full[0], list(left), full[1], list(right), list(kept))
+            x, y = (np.broadcast_to(a, [sizes[n] for n in ls]) for ls, a in ((left, x), (right, xs[1])))
+            return np.einsum(x.astype(np.float64), list(left), y.astype(np.float64), list(right), list(kept))
         if t.op == "dynamic_slice":
             n, start = t.shape[p], int(xs[1].reshape(()))
             return np.take(x, min(max(start, 0), x.shape[p] - n) + np.arange(n), p)

@@ -117,9 +117,8 @@ def _local(
     if chosen.strategy == "dense":
         matrices = [_gathered(m, expert_axes, chosen.over) for m in matrices]
         expert_axes = [tuple(a for a in split if a in chosen.rest) for split in expert_axes]
-    target, experts = _targets(
-        expert.reshape(-1, expert.shape[-1]), matrices[0].shape[:dims], expert_axes, sizes, chosen
-    )
+    expert = expert.reshape(-1, expert.shape[-1])
+    target, experts = _targets(expert, matrices[0].shape[:dims], expert_axes, sizes, chosen)
     matrices = [m.reshape(-1, *m.shape[dims:]) for m in matrices]
     how = {
         "experts": experts,

@@ -77,7 +77,7 @@ def constant_gather(site: Site) -> bool:
     Program: a sequence in the zigzag order of balanced causal attention.
     """
     rows = _constant_rows(site)
-    return rows is not None and define_indexed(site, 0, dict([rows]), site.copies()(0), composed=True)
+    return rows is not None and define_indexed(site, 0, dict([rows]), composed=True)
 
 
 def constant_scatter_add(site: Site) -> bool:
@@ -96,7 +96,7 @@ def constant_scatter_add(site: Site) -> bool:
     inverse[table] = np.arange(len(table))
     added = view.indices.get(d) or DimIndices(np.arange(len(table)), 1)
     taken = DimIndices(added.take(inverse).table, max(shards, added.shards))
-    return site.define(0, IndexedView(view.source, {**view.indices, d: taken}, site.copies()(0), True))
+    return site.define(0, IndexedView(view.source, {**view.indices, d: taken}, (site, 0), True))
 
 
 def _constant_rows(site: Site) -> tuple[int, np.ndarray] | None:

@@ -87,4 +87,4 @@ def _emit(site: Site, rule: OpRule, atoms: Sequence[Any], results: Sequence[dict
     unordered = {name: False for name in ("indices_are_sorted", "unique_indices") if name in eqn.params}
     op = copy.copy(site.op)
     op.eqn, op.rule = eqn.replace(outvars=outvars, params={**eqn.params, **unordered}), rule
-    return site.emit_all(lambda *xs: run_local(op, ((),) * len(rule.sizes), xs, {}), *atoms)
+    return site.rewriter.emit_all(lambda *xs: run_local(op, ((),) * len(rule.sizes), xs, {}), *atoms)

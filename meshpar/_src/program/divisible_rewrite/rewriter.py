@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,23 +12,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from ...compat.jax import (
-    Atom,
-    abstract_array,
-    bind,
-    body_consts,
-    body_operands,
-    literal_array,
-    make_generated_jaxpr,
-    on_host,
-    replace_body,
-)
+from ...compat.jax import Atom, bind, body_consts, body_operands, on_host, replace_body
 from ...compat.loops import loop_parts
 from ...rules.owned import is_positive_zero
 from ...rules.rearrange import ANY, rearrange
 from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Program, Value
-from ..jaxprs import inline, live, variables
+from ..jaxprs import equations_of, live, variables
 from ..scalars import constant_of
 from .integers import Constants
 from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
@@ -51,6 +40,7 @@ class JaxprRewriter:
       eqns: the equations of the jaxpr that is being written.
       removable: by id, the equations that are dropped if no equation reads their results: True for one that the rewrite has made,
         False for a copy of an equation of the program.
+      copies: op → the results of the copy of its equation (:meth:`Site.copied`).
       op: the op that is being rewritten. New equations have its source line.
     """
 
@@ -68,6 +58,7 @@ class JaxprRewriter:
         self.constants = Constants()
         self.eqns: list[JaxprEqn] = []
         self.removable: dict[int, bool] = {}
+        self.copies: dict[Op, list[Var]] = {}
         self.op: Any = None
 
     def jaxpr(self, frame: Frame) -> Any:
@@ -147,17 +138,7 @@ class JaxprRewriter:
 
     def emit_all(self, fn: Callable[..., Any], *atoms: Any) -> list[Any]:
         """Append the equations of ``fn(*atoms)``, with the source line of ``op``, and return the atoms of its results."""
-        arrays: list[Any] = variables(atoms)
-
-        def of_arrays(*xs: Any) -> Any:
-            remaining = iter(xs)
-            return fn(*(literal_array(a) if isinstance(a, Literal) else next(remaining) for a in atoms))
-
-        traced = make_generated_jaxpr(
-            of_arrays, *[abstract_array(a.aval.shape, a.aval.dtype, a.aval.weak_type, on_host(a.aval)) for a in arrays]
-        )
-        made: list[Any] = []
-        outs = inline(made, traced.jaxpr, traced.consts, arrays, source_info=self.op.eqn.source_info)
+        made, outs = equations_of(fn, atoms, self.op.eqn.source_info)
         self.eqns += made
         self.removable.update((id(eqn), True) for eqn in made)
         return outs
@@ -179,10 +160,11 @@ class JaxprRewriter:
         """Append the equations that compute a view of this shape, and return its atom."""
         if isinstance(view, CollapsedView):
             return self.emit(lambda x: lax.reshape(x, shape), view.source)
-        if view.copy is None:
+        if view.made_by is None:
             return self.emit(lambda x: lax.slice(x, (0,) * x.ndim, shape), view.source)
         if not (view.composed and view.divides):
-            return view.copy()
+            site, k = view.made_by
+            return site.copied(k)
         tables = {d: dim.table for d, dim in view.indices.items()}
         return self.emit(lambda x: rearranged(x, tables), view.source)
 
@@ -275,10 +257,6 @@ class Site:
         """Append the equations of ``fn(*atoms)``, and return the atom of its one result."""
         return self.rewriter.emit(fn, *atoms)
 
-    def emit_all(self, fn: Callable[..., Any], *atoms: Any) -> list[Any]:
-        """Append the equations of ``fn(*atoms)``, and return the atoms of its results."""
-        return self.rewriter.emit_all(fn, *atoms)
-
     def emit_op(self, atoms: Sequence[Any], **changed: Any) -> Any:
         """Append the op on other operands, with some parameters changed, and return the atom of its one result."""
         return self.emit(lambda *xs: bind(self.op.eqn, xs, {**self.params, **changed})[0], *atoms)
@@ -314,16 +292,13 @@ class Site:
         indices = {d: DimIndices(np.arange(dim.size), dim.shards) for d, dim in dims.items()}
         return self.define(k, IndexedView(atom, indices))
 
-    def copies(self) -> Callable[[int], Callable[[], Any]]:
-        """For result k, a function that returns its atom in a copy of the op's equation, which is appended at the first call."""
-
-        @functools.cache
-        def outvars() -> list[Var]:
-            made = self.rewriter.copy_eqn(self.scope, self.op.eqn)
-            self.rewriter.removable[id(self.rewriter.eqns[-1])] = False
-            return made
-
-        return lambda k: lambda: outvars()[k]
+    def copied(self, k: int) -> Var:
+        """The atom of result k in a copy of the op's equation, which is appended at the first call."""
+        rewriter = self.rewriter
+        if self.op not in rewriter.copies:
+            rewriter.copies[self.op] = rewriter.copy_eqn(self.scope, self.op.eqn)
+            rewriter.removable[id(rewriter.eqns[-1])] = False
+        return rewriter.copies[self.op][k]
 
 
 Rewrite = Callable[[Site], bool]

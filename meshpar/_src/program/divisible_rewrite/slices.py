@@ -8,7 +8,7 @@ pads; ``rev``: generalized advantage estimation, an associative scan from the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,9 +25,7 @@ MAX_CONCATENATED = 4
 """Concatenations of parts of more arrays than this are copied."""
 
 
-def define_indexed(
-    site: Site, k: int, tables: Mapping[int, np.ndarray], copy: Callable[[], Any], composed: bool = False
-) -> bool:
+def define_indexed(site: Site, k: int, tables: Mapping[int, np.ndarray], composed: bool = False) -> bool:
     """Represent result k by an indexed view of operand 0, i.e. by that array and, for each changed dim, a table of its indices.
 
     Changed dims that are not split are rearranged before the view is made.
@@ -37,7 +35,6 @@ def define_indexed(
 
     Args:
       tables: for every dim that the op changes, the indices of its elements in the operand.
-      copy: copies the op's equation and returns result k.
       composed: whether a view of this op alone is read through its tables; else by the copy of the op.
     """
     view = site.indexed(0)
@@ -52,7 +49,7 @@ def define_indexed(
         return False
     if others:
         source = site.emit(lambda x: rearranged(x, others), source)
-    return site.define(k, IndexedView(source, indices, copy, composed or bool(view.indices)))
+    return site.define(k, IndexedView(source, indices, (site, k), composed or bool(view.indices)))
 
 
 def slice_(site: Site) -> bool:
@@ -60,17 +57,17 @@ def slice_(site: Site) -> bool:
     p, shape = site.params, site.shape(0)
     limits = list(zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(shape), strict=True))
     tables = {d: np.arange(*limits[d]) for d, n in enumerate(shape) if limits[d] != (0, n, 1)}
-    return define_indexed(site, 0, tables, site.copies()(0))
+    return define_indexed(site, 0, tables)
 
 
 def split(site: Site) -> bool:
     """Rewrite a split to one view per part; a split into one part is an identity."""
     if len(site.op.outs) == 1:
         return site.define(0, representation(site.scope, site.op.eqn.invars[0]))
-    d, copies = site.params["axis"], site.copies()
+    d = site.params["axis"]
     ends = np.cumsum(site.params["sizes"])
     return all(
-        define_indexed(site, k, {d: np.arange(end - n, end)}, copies(k))
+        define_indexed(site, k, {d: np.arange(end - n, end)})
         for k, (n, end) in enumerate(zip(site.params["sizes"], ends, strict=True))
     )
 
@@ -78,7 +75,7 @@ def split(site: Site) -> bool:
 def rev(site: Site) -> bool:
     """Rewrite a reversal."""
     tables = {d: np.arange(site.shape(0)[d])[::-1] for d in site.params["dimensions"]}
-    return define_indexed(site, 0, tables, site.copies()(0))
+    return define_indexed(site, 0, tables)
 
 
 def pad(site: Site) -> bool:
@@ -93,7 +90,7 @@ def pad(site: Site) -> bool:
             table[:: interior + 1] = np.arange(n)
             table = np.concatenate([np.full(max(low, 0), ZERO), table, np.full(max(high, 0), ZERO)])
             tables[d] = table[max(-low, 0) : len(table) - max(-high, 0)]
-    return define_indexed(site, 0, tables, site.copies()(0))
+    return define_indexed(site, 0, tables)
 
 
 def concatenate(site: Site) -> bool:
@@ -113,7 +110,7 @@ def concatenate(site: Site) -> bool:
         return False
     table = np.concatenate([v.indices[d].table if isinstance(v, IndexedView) else np.full(v, ZERO) for v in operands])
     indices = {**views[0].indices, d: DimIndices(table, views[0].indices[d].shards)}
-    return site.define(0, IndexedView(views[0].source, indices, site.copies()(0), True))
+    return site.define(0, IndexedView(views[0].source, indices, (site, 0), True))
 
 
 def _indexed_along(site: Site, k: int, d: int, value: Value | None) -> IndexedView:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,15 +58,15 @@ class IndexedView:
     Attributes:
       source: the atom of the array in the rewritten jaxpr.
       indices: by dim; all elements of the other dims.
-      copy: copies the equation of the program that makes the value, and returns its result; None: the value is the first elements
-        of ``source``, which is padded.
+      made_by: the site of the op of the program that makes the value, and the position of its result; None: the value is the first
+        elements of ``source``, which is padded.
       composed: the table combines several ops of the program, and one rearrangement of ``source`` replaces all of them.
       atom: the value itself, once an op has needed it.
     """
 
     source: Any
     indices: dict[int, DimIndices]
-    copy: Callable[[], Any] | None = None
+    made_by: tuple[Any, int] | None = None
     composed: bool = False
     atom: Atom | None = None
 
@@ -114,7 +114,7 @@ def padded_dims(view: View | None) -> dict[int, PaddedDim]:
 
     Empty for a view that divides and that the program makes by an op of its own, and for anything but an :class:`IndexedView`.
     """
-    if not isinstance(view, IndexedView) or (view.copy is not None and view.divides):
+    if not isinstance(view, IndexedView) or (view.made_by is not None and view.divides):
         return {}
     return {d: PaddedDim(len(dim.table), dim.shards) for d, dim in view.indices.items()}
 

@@ -12,7 +12,7 @@ name it has. The rewritten program is planned like any other.
     schedule  arithmetic: which microbatch a stage processes at each tick, idle slots
     rewrite   the microbatch loop as loops over ticks
     slots     one tick of a layer loop: all stages run their own layers
-    split     input and weight gradients apart (zero bubble)
+    split     input and weight gradients in separate loops (zero bubble)
     narrow    stacked weights cast and gathered once, before the loop
 """
 
@@ -26,13 +26,13 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ....errors import UnsupportedError
-from ...compat.jax import abstract_array, is_of_memories, make_generated_jaxpr, on_host, replace_body
+from ...compat.jax import is_of_memories, make_generated_jaxpr, replace_body, without_dead_code
 from ...dims import format_dims
 from ...iterables import grouped
 from ...layout import Rule
 from ..infer import infer_like
 from ..ir import Frame, Op, Program
-from ..jaxprs import inline, renamed
+from ..jaxprs import abstract, inline, renamed
 from .find import LayerLoop, indexed_stacks, layer_loops, microbatch_loop
 from .narrow import Gathered, ValueAxes, cast_stacks, gather_stacks, gathered_dims
 from .rewrite import TickLoops, one_microbatch
@@ -121,25 +121,26 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A layer loop, by its index in :func:`layer_loops`, and the split of its stacked dim.
+    """A layer loop, and the split of its stacked dim.
 
     Attributes:
-      index: of the loop.
+      loop: the loop.
       axes: the axes that split it.
       stages: the number of devices along them.
       rounds: of the pipeline.
       gathered: dims of stacked operands that are all-gathered before the loop over microbatches.
     """
 
-    index: int
+    loop: LayerLoop
     axes: tuple[str, ...]
     stages: int
     rounds: int
     gathered: Gathered = ()
 
-    def rule(self, dim: str) -> str:
-        """The rule that splits a dim so, as a layout has it."""
-        return f"{dim}: {'+'.join(self.axes)}{f'*{self.rounds}' if self.rounds > 1 else ''}"
+    @property
+    def rule(self) -> str:
+        """The rule that splits the dim so, as a layout has it."""
+        return f"{self.loop.dim}: {'+'.join(self.axes)}{f'*{self.rounds}' if self.rounds > 1 else ''}"
 
 
 def rewrite_pipelines(
@@ -164,9 +165,8 @@ def rewrite_pipelines(
     Raises:
       UnsupportedError: layers that cannot be a pipeline.
     """
-    loops = program.cached(layer_loops)
     found = []
-    for i, loop in enumerate(loops):
+    for loop in program.cached(layer_loops):
         rule = rules.get(loop.dim)
         if rule is None:
             continue
@@ -177,7 +177,7 @@ def rewrite_pipelines(
         if not over or any(a in over for v in loop.carries for entry in axes(v) for a in entry):
             continue
         gathered = gathered_dims(loop, program.dims, axes) if gather == "step" else ()
-        found.append(_Split(i, over, math.prod(sizes[a] for a in over), rule.rounds, gathered))
+        found.append(_Split(loop, over, math.prod(sizes[a] for a in over), rule.rounds, gathered))
     return program.cached(_rewritten, schedule, tuple(found)) if found else None
 
 
@@ -229,31 +229,27 @@ def stack_notes(program: Program, axes: ValueAxes, dims: Collection[str], sizes:
 
 def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Program:
     """The program with some of its layer loops as pipelines."""
-    loops = program.cached(layer_loops)
-    ops = [loops[split.index].op for split in found]
-    groups = grouped((microbatch_loop(op) or op, split) for op, split in zip(ops, found, strict=True))
+    groups = grouped((microbatch_loop(split.loop.op) or split.loop.op, split) for split in found)
     replacements: dict[Op, Any] = {}
     pipelines = []
     for op, splits in groups.items():
-        members = [loops[split.index] for split in splits]
         try:
-            jaxpr, pipeline = _replacement(op, members, splits, schedule)
+            replacements[op], pipeline = _replacement(op, splits, schedule)
         except UnsupportedError as e:
-            raise _with_facts(e, program, members[0], splits[0]) from e.__cause__
-        replacements[op] = jaxpr
-        pipelines += [] if op is members[0].op and not members[0].carries else [pipeline]
+            raise _with_facts(e, program, splits[0]) from e.__cause__
+        pipelines += [] if op is splits[0].loop.op and not splits[0].loop.carries else [pipeline]
     closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
-    rewritten = infer_like(program, closed)
+    rewritten = infer_like(program, without_dead_code(closed))  # idle slots compute values that nobody reads
     rewritten.original = program
     rewritten.joins[:] = program.joins  # gather_stacks joins further names
     rewritten.pipelines = tuple(pipelines)
     return rewritten
 
 
-def _with_facts(error: UnsupportedError, program: Program, loop: LayerLoop, split: _Split) -> UnsupportedError:
+def _with_facts(error: UnsupportedError, program: Program, split: _Split) -> UnsupportedError:
     """The error with the stacked dim of a loop, the rule that splits it, its line, and the first tensor that has the dim."""
-    dim, source = loop.dim, error.source or loop.op.source
-    facts: dict[str, Any] = {"dim": dim, "axis": "+".join(split.axes), "rule": split.rule(dim), "source": source}
+    dim, source = split.loop.dim, error.source or split.loop.op.source
+    facts: dict[str, Any] = {"dim": dim, "axis": "+".join(split.axes), "rule": split.rule, "source": source}
     weight = next((v for v in program.inputs if v.shape and program.dim_name(v, 0) == dim), None)
     if weight is not None:
         dims = format_dims(program.dims(weight))
@@ -261,22 +257,22 @@ def _with_facts(error: UnsupportedError, program: Program, loop: LayerLoop, spli
     return UnsupportedError(error.headline, fixes=error.fixes, **facts)
 
 
-def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], schedule: str) -> tuple[Any, Pipeline]:
+def _replacement(op: Op, splits: Sequence[_Split], schedule: str) -> tuple[Any, Pipeline]:
     """(the closed jaxpr that computes a loop as a pipeline, its record).
 
     Args:
       op: the loop over microbatches, or a layer loop without one.
-      loops: the layer loops in it.
-      splits: of these.
+      splits: of the layer loops in it.
       schedule: one of :data:`SCHEDULES`.
 
     Raises:
       UnsupportedError: loops of different stages; layers with side effects, or of a number that cannot be divided.
     """
+    loops = [s.loop for s in splits]
     loop, axes, count, gather = loops[0], splits[0].axes, splits[0].stages, "microbatch"
     rounds = splits[0].rounds if op is not loop.op else 1  # one microbatch has the same bubble in any number of rounds
     if any((s.axes, s.rounds) != (axes, splits[0].rounds) for s in splits):
-        text = dict.fromkeys(f"`{s.rule(loop.dim)}`" for loop, s in zip(loops, splits, strict=True))
+        text = dict.fromkeys(f"`{s.rule}`" for s in splits)
         raise UnsupportedError(
             f"a microbatch has loops over stacked layers with different stages: {', '.join(text)}",
             fixes=[
@@ -309,9 +305,8 @@ def _replacement(op: Op, loops: Sequence[LayerLoop], splits: Sequence[_Split], s
             plan = replace(plan, order=order)
         plan = replace(plan, reverse=tuple(eqn.params["reverse"] for eqn in body.loops))
         run = TickLoops(op.eqn, body, plan, parts)
-    avals = [abstract_array(v.aval.shape, v.aval.dtype, v.aval.weak_type, on_host(v.aval)) for v in op.eqn.invars]
     try:
-        jaxpr = make_generated_jaxpr(run, *avals)
+        jaxpr = make_generated_jaxpr(run, *map(abstract, op.eqn.invars))
     except (NotImplementedError, ValueError) as e:
         if is_of_memories(e):  # jax.vmap turns a selection at a run-time index into a gather
             raise loop.unsupported(

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
-from ...compat.jax import closed_parts, make_generated_jaxpr
+from ...compat.jax import closed_parts
 from ...compat.loops import loop_parts
 from ..ir import Op, Value
 from .find import LayerLoop
@@ -81,7 +80,7 @@ def cast_stacks(body: Body, loops: Sequence[LayerLoop]) -> None:
     """
     copies: dict[tuple[Any, Any], Any] = {}
     for i, (eqn, loop) in enumerate(zip(body.loops, loops, strict=True)):
-        invars, wide = list(eqn.invars), dict[int, Any]()
+        invars, casts = list(eqn.invars), dict[int, JaxprEqn]()
         for p in loop_parts(eqn).stacks:
             v, cast = invars[p], _only_cast(loop.op, p)
             if cast is None or body.place(v) != INVARIANT:
@@ -91,9 +90,9 @@ def cast_stacks(body: Body, loops: Sequence[LayerLoop]) -> None:
                 copies[v, dtype] = copy = Var(v.aval.update(dtype=dtype, weak_type=False))
                 body.eqns.append(cast.replace(invars=[v], outvars=[copy]))
                 body.places[copy] = INVARIANT
-            invars[p], wide[p] = copies[v, dtype], v.aval.dtype
-        if wide:
-            body.loops[i] = eqn.replace(invars=invars, params={**eqn.params, "jaxpr": _widening(eqn, wide, invars)})
+            invars[p], casts[p] = copies[v, dtype], cast
+        if casts:
+            body.loops[i] = eqn.replace(invars=invars, params={**eqn.params, "jaxpr": _widening(eqn, casts)})
 
 
 def _only_cast(loop: Op, position: int) -> JaxprEqn | None:
@@ -112,23 +111,17 @@ def _only_cast(loop: Op, position: int) -> JaxprEqn | None:
     return cast if floats and dtype.itemsize < value.aval.dtype.itemsize else None
 
 
-def _widening(eqn: JaxprEqn, wide: Mapping[int, Any], invars: Sequence[Any]) -> ClosedJaxpr:
+def _widening(eqn: JaxprEqn, casts: Mapping[int, JaxprEqn]) -> ClosedJaxpr:
     """The body of a scan that takes narrower slices at some positions, and casts them to the dtypes of its own.
 
     Args:
-      wide: position → dtype.
-      invars: the narrower operands of the scan.
+      casts: position → the equation that casts a slice to the narrower dtype.
     """
     jaxpr, values = closed_parts(eqn.params["jaxpr"])
-    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, values))
-    avals = [
-        jax.ShapeDtypeStruct(
-            v.aval.shape, invars[p].aval.dtype if p in wide else v.aval.dtype, weak_type=v.aval.weak_type
-        )
-        for p, v in enumerate(jaxpr.invars)
-    ]
-
-    def widening(*xs: Any) -> Any:
-        return run(*(lax.convert_element_type(x, wide[p]) if p in wide else x for p, x in enumerate(xs)))
-
-    return make_generated_jaxpr(widening, *avals)
+    invars, eqns = list(jaxpr.invars), []
+    for p, cast in casts.items():
+        wide = invars[p]
+        invars[p] = Var(wide.aval.update(dtype=cast.params["new_dtype"], weak_type=False))
+        params = {**cast.params, "new_dtype": wide.aval.dtype}
+        eqns.append(cast.replace(invars=[invars[p]], outvars=[wide], params=params))
+    return ClosedJaxpr(jaxpr.replace(invars=invars, eqns=[*eqns, *jaxpr.eqns]), values)

@@ -33,7 +33,7 @@ from ..primitives import rename_dims_p
 from .find import LayerLoop
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, stack_of
-from .slots import RoundOfStack, Rows, Slot, Stages, Time, run_slots
+from .slots import RoundOfStack, Slot, Stages, Time, run_slots
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -370,11 +370,10 @@ class TickLoops:
                 return body.place(body.accumulators[key]).runs in active
             return Place(body.segment(body.outs[key])) in active
 
-        split = ({}, {})
-        for name, values in state.items():
-            for part, wanted in zip(split, (True, False), strict=True):
-                part[name] = {key: value for key, value in values.items() if changes(name, key) == wanted}
-        return split
+        def part(changed: bool) -> State:
+            return {n: {k: x for k, x in values.items() if changes(n, k) == changed} for n, values in state.items()}
+
+        return part(True), part(False)
 
     def _first_state(self, carries: Sequence[Any]) -> State:
         """The state before the first tick: carries and accumulators, rings, and the results of the slots before."""
@@ -580,9 +579,8 @@ class _Tick:
         stacks = [self.stack(v, time, stages, r) for v in stacked]
         added, stored = self.added(i), self.stored(i)
         totals = [self.state["carries"][k] for k in added]
-        where = Rows(r * stages.length if stages.rounds > 1 else None, valid, bool(body.gathered))
-        split = self.of_layer(i, added, stored)
-        return Slot(eqn, stages, consts, per_stage, carries, stacks, totals, split, where, r)
+        split, late = self.of_layer(i, added, stored), bool(body.gathered)
+        return Slot(eqn, stages, consts, per_stage, carries, stacks, totals, split, valid, late, r)
 
     def leave(self, i: int) -> None:
         """Take the results of loop i from its last stage, for the segment that follows."""

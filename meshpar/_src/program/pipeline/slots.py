@@ -182,21 +182,6 @@ class RoundOfStack:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of accumulators to which the layers of a slot add.
-
-    Attributes:
-      first: several rounds: of each stage, the row for its first layer (an int32 [K]); None: 0.
-      valid: [K], whether a stage is not idle.
-      late: the addends are reduced over devices after the loop over microbatches.
-    """
-
-    first: Any
-    valid: Any
-    late: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Slot:
     """A slot of a layer loop, on all stages.
 
@@ -209,7 +194,8 @@ class Slot:
       totals: [L / K, K, …] arrays to which the layers add; each layer adds to its own part, in place.
       split: from the stacked results of one layer, each [K, …], to (the results to stack, the addend of each total). None: all
         results are stacked.
-      where: the rows of the totals to which the layers add.
+      valid: [K], whether a stage is not idle: the layers of an idle one add nothing.
+      late: the addends are reduced over devices after the loop over microbatches.
       round: the round of each stage (an int32 [K] or 0).
     """
 
@@ -221,7 +207,8 @@ class Slot:
     stacks: Sequence[Any]
     totals: Sequence[Any] = ()
     split: Callable[[list[Any]], tuple[list[Any], list[Any]]] | None = None
-    where: Rows | None = None
+    valid: Any = None
+    late: bool = False
     round: Any = 0
 
     @property
@@ -241,10 +228,10 @@ class Slot:
             real = self.stages.real(self.round, index)
             after = [self.stages.select(real, new, old) for new, old in zip(after, carry, strict=True)]
         made, rows = (made, []) if self.split is None else self.split(made)
-        if self.where is not None and totals:
-            at, where = index if self.where.first is None else self.where.first + index, self.where
+        if totals:
+            at = index if self.stages.rounds == 1 else self.round * self.stages.length + index
             rows = zip(totals, rows, strict=True)
-            totals = [add_row_p.bind(total, row, at, where.valid, late=where.late) for total, row in rows]
+            totals = [add_row_p.bind(total, row, at, self.valid, late=self.late) for total, row in rows]
         return after, made, totals
 
 

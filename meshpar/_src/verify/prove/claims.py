@@ -67,35 +67,28 @@ def differences(
     Args:
       specs: (an argument or result, its spec by the plan, its specs in the program: none if the program has no such array).
     """
-    maps = [
-        eqn for eqn, _ in equations(on_platform(program, claims.platform).jaxpr) if eqn.primitive.name == "shard_map"
-    ]
-    if not maps:
+    every = equations(on_platform(program, claims.platform).jaxpr)
+    mapped = next((eqn for eqn, _ in every if eqn.primitive.name == "shard_map"), None)
+    if mapped is None:
         return [("shard_map", "a program without a shard_map")]
-    sizes = {str(a): int(n) for a, n in dict(maps[0].params["mesh"].shape).items()}
-    out = []
-    sent: dict[frozenset[str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for eqn, times in equations(maps[0].params["jaxpr"]):
+    sizes = {str(a): int(n) for a, n in dict(mapped.params["mesh"].shape).items()}
+    out, sent, claimed = [], defaultdict[Any, float](float), defaultdict[Any, float](float, claims.sends)
+    for eqn, times in equations(mapped.params["jaxpr"]):
         kind, p = KINDS.get(eqn.primitive.name), eqn.params
         names: Any = p.get("axes", p.get("axis_name"))
         axes = [a for a in (names if isinstance(names, tuple) else (names,)) if sizes.get(a, 1) > 1]
         if kind and axes:
-            sent[frozenset(claims.axes[a] for a in axes)][kind] += times * _bytes(
-                eqn, kind, math.prod(sizes[a] for a in axes)
-            )
-    claimed: dict[frozenset[str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for (kind, axes), size in claims.sends.items():
-        claimed[axes][kind] += size
-    for axes in sorted((a for a in claimed if DECOMPOSED in claimed[a]), key=len):
-        for every in (sent, claimed):  # with the collectives over some of these axes, as a collective over each of them
-            total = sum(sum(every.pop(part).values()) for part in list(every) if part <= axes)
-            every[axes] = defaultdict(float, {DECOMPOSED: total})
-    for axes in {**sent, **claimed}:
-        have, want = sent[axes], claimed[axes]
-        for kind in {**have, **want}:
-            if not math.isclose(have[kind], want[kind], rel_tol=1e-9):
-                what = f"{kind or 'collectives'} over {', '.join(sorted(axes))}"
-                out.append((what, f"sends {have[kind]:,.0f} bytes; the plan says {want[kind]:,.0f}"))
+            bytes_sent = times * _bytes(eqn, kind, math.prod(sizes[a] for a in axes))
+            sent[kind, frozenset(claims.axes[a] for a in axes)] += bytes_sent
+    for axes in sorted((axes for kind, axes in claimed if kind == DECOMPOSED), key=len):
+        for sends in (sent, claimed):  # with the collectives over some of these axes, as a collective over each of them
+            parts = [key for key in sends if key[1] <= axes]
+            sends[DECOMPOSED, axes] = sum(map(sends.pop, parts))
+    for kind, axes in {**sent, **claimed}:
+        have, want = sent[kind, axes], claimed[kind, axes]
+        if not math.isclose(have, want, rel_tol=1e-9):
+            what = f"{kind or 'collectives'} over {', '.join(sorted(axes))}"
+            out.append((what, f"sends {have:,.0f} bytes; the plan says {want:,.0f}"))
     for what, wanted, found in specs:
         have = {tuple(tuple(dict.fromkeys(claims.axes[a] for a in axes)) for axes in spec) for spec in found}
         want = tuple(tuple(a for a in axes if claims.sizes[a] > 1) for axes in wanted)

@@ -45,7 +45,7 @@ def function_of(term: Term) -> Callable[..., Any] | None:
     if not all(t.dtype in INTEGERS for t in (term, *term.args)):
         return None
     if term.op == "scale":
-        by: Any = term.params
+        by = term.params
         return (lambda x: x * np.asarray(int(by)).astype(x.dtype)) if by.denominator == 1 else None
     if term.op == "reshape":
         same = [n for n in term.shape if n != 1] == [n for n in term.args[0].shape if n != 1]
@@ -69,9 +69,8 @@ def subterms(*terms: Term) -> Iterator[Term]:
 
 def leaves(*terms: Term) -> list[Term]:
     """The values that terms are evaluated from, except numbers and coordinates."""
-    return [
-        t for t in subterms(*terms) if t.op not in ("literal", "axis_index", "entry_block") and function_of(t) is None
-    ]
+    known = "literal", "axis_index", "entry_block"
+    return [t for t in subterms(*terms) if t.op not in known and function_of(t) is None]
 
 
 def evaluate(
@@ -82,7 +81,7 @@ def evaluate(
     Raises:
       Unverified: they depend on more, or have too many values.
     """
-    shape, at = (ctx.size(axes), len(values)), ctx.coordinates(axes)
+    shape = ctx.size(axes), len(values)
     require(math.prod(shape) <= MAX_VALUES, "an index with too many values")
     done = {} if leaf is None else {leaf.number: np.asarray(values).astype(leaf.dtype)[None]}
 
@@ -90,10 +89,8 @@ def evaluate(
         if t.number not in done:
             number, function = number_of(t), function_of(t)
             if t.op in ("axis_index", "entry_block"):
-                require(t.axes <= set(at), "an index that depends on the device along another axis")
-                own: Any = t.params
-                own = (own,) if t.op == "axis_index" else own[0]
-                found = np.asarray(ctx.linear(own, at))[:, None]
+                require(t.axes <= set(axes), "an index that depends on the device along another axis")
+                found = ctx.index((t.params,) if t.op == "axis_index" else t.params[0], axes)[:, None]
                 found = constant(t.args[0])[found] if t.args else found
             elif number is not None:
                 found = np.asarray([[number]])
@@ -121,9 +118,9 @@ def orders(axes: Iterable[str]) -> Iterator[tuple[str, ...]]:
 def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) -> tuple[tuple[str, ...], int] | None:
     """(some of the axes, base) so that the offset of each device is ``base`` plus ``step`` times its index along the axes; None if
     there are none."""
-    at, base = ctx.coordinates(axes), int(offsets.min())
+    base = int(offsets.min())
     for order in orders(axes):
-        if (offsets == base + step * ctx.linear(order, at)).all():
+        if (offsets == base + step * ctx.index(order, axes)).all():
             return order, base
     return None
 
@@ -162,17 +159,11 @@ def index_in_range(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | Non
     """where(i < 0, i + n, i) = i, of an index i of an extremum of n elements."""
     if rel.term.op != "select_n" or rel.term.dtype not in INTEGERS or len(operands) != 3:
         return None
-    at, own = leaves(rel.term), operands[1]
-    if (
-        len(at) != 1
-        or rel.term.axes - at[0].axes
-        or leaves(own.term) != at
-        or at[0].op not in ("arg_block", "argmax", "argmin")
-    ):
+    own, (at, *more) = operands[1], leaves(rel.term) or [rel.term]
+    if more or rel.term.axes - at.axes or leaves(own.term) != [at] or at.op not in ("arg_block", "argmax", "argmin"):
         return None
-    params: Any = at[0].params
-    n = params[1] if at[0].op == "arg_block" else at[0].args[0].shape[params[0]]
-    found, index = evaluate(ctx, (), [rel.term, own.term], at[0], np.arange(n))
+    n = at.params[1] if at.op == "arg_block" else at.args[0].shape[at.params[0]]
+    found, index = evaluate(ctx, (), [rel.term, own.term], at, np.arange(n))
     return own if (found == index).all() and rel.term.shape == own.term.shape else None
 
 
@@ -217,9 +208,7 @@ class Rows:
 
 def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
     """The rows of a sharded table, where each device masks those that it reads of its block."""
-    own: Any = block.params
-    axes, n, params, batch = own
-    table, local = block.args
+    (axes, n, params, batch), (table, local) = block.params, block.args
     shape = tuple(m for k, m in enumerate(mask.shape) if k in batch)
     if mask.axes != set(axes) or shape != local.shape[:-1] or math.prod(shape) != math.prod(mask.shape):
         return None
@@ -257,12 +246,11 @@ def _breaks(ctx: Context, axes: Sequence[str], terms: Sequence[Term], index: Ter
     for t in subterms(*terms):
         if t is index or not any(s is index for s in subterms(t)):
             continue
-        own: Any = t.params
         numbers = [a for a in t.args if not any(s is index for s in subterms(a))]
         many = t.op in ("add", "sub") and len(t.args) - len(numbers) > 1
         bits = t.op in ("and", "or") and t.dtype != "bool"
         narrow = t.op == "convert" and t.dtype != "bool" and np.dtype(t.dtype).itemsize < np.dtype(index.dtype).itemsize
-        if t.op in ("mul", "div", "rem") or (t.op == "scale" and abs(own) != 1) or many or bits or narrow:
+        if t.op in ("mul", "div", "rem") or (t.op == "scale" and abs(t.params) != 1) or many or bits or narrow:
             return None
         bound += sum(int(np.abs(v.astype(np.int64)).max()) for v in evaluate(ctx, axes, numbers))
     return bound
@@ -288,7 +276,7 @@ def _each_once(ctx: Context, rows: Rows, mode: str, index: Term) -> bool:
     except Unverified:
         return False
     row, wanted = row.astype(np.int64), np.broadcast_to(values.astype(np.int64), row.shape)
-    first = n * np.asarray(ctx.linear(rows.axes, ctx.coordinates(rows.axes)))[:, None]
+    first = n * np.arange(ctx.size(rows.axes))[:, None]
     inside = (wanted >= 0) & (wanted < total)
     defined = inside if "PROMISE" in mode else np.ones_like(inside)
     if "CLIP" in mode:

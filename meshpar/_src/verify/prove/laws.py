@@ -9,8 +9,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from ...compat.jax import aval_of
-from .fragments import Fragments
-from .relation import Context, Rel, Unverified, require
+from .relation import Context, Fragments, Rel, Unverified, require
 from .term import Term, is_zero
 
 Labels = Sequence[Sequence[Hashable]]
@@ -54,32 +53,25 @@ def act(
     name, avals = op or eqn.primitive.name, avals or [aval_of(v) for v in eqn.outvars]
     ins = ins or [range(len(r.shape)) for r in rels]
     outs = outs or [range(len(a.shape)) for a in avals]
-    rels = [
-        ctx.expanded(r, [d for d, n in enumerate(names) if n in unsharded]) for r, names in zip(rels, ins, strict=True)
-    ]
+    rels = [ctx.expanded(r, [d for d, n in enumerate(ns) if n in unsharded]) for r, ns in zip(rels, ins, strict=True)]
     dims: dict[Hashable, tuple[int, tuple[str, ...]]] = {}
     for r, names in zip(rels, ins, strict=True):
         for n, size, axes in zip(names, r.term.shape, r.spec, strict=True):
             if n in unsharded:
                 require(not axes, f"{name} along dim {n}, which is sharded over {axes_text(axes)}")
             elif size != 1:
-                require(
-                    not isinstance(axes, Fragments) or axes.complete,
-                    f"{name} of values outside of an array, or of incomplete sums",
-                )
+                complete = not isinstance(axes, Fragments) or axes.complete
+                require(complete, f"{name} of values outside of an array, or of incomplete sums")
                 found = dims.setdefault(n, (size, axes))
                 if found != (size, axes):
                     both = f"{axes_text(found[1])} and {axes_text(axes)}"
-                    refused = name != "conv_general_dilated" and not any(
-                        isinstance(s, Fragments) for s in (found[1], axes)
-                    )
+                    fragments = any(isinstance(s, Fragments) for s in (found[1], axes))
+                    refused = name != "conv_general_dilated" and not fragments
                     raise Unverified(f"operands of {name} sharded over {both} along dim {n}", refused)
     results = []
     for k, (aval, names) in enumerate(zip(avals, outs, strict=True)):
-        sizes = [
-            n if label in unsharded else dims.get(label, (1,))[0] for n, label in zip(aval.shape, names, strict=True)
-        ]
-        spec = tuple(dims[label][1] if label in dims else () for label in names)
+        sizes = [m if n in unsharded else dims.get(n, (1,))[0] for m, n in zip(aval.shape, names, strict=True)]
+        spec = tuple(dims[n][1] if n in dims else () for n in names)
         key = params if k == 0 else (params, k)
         value = term or ctx.terms.make(name, key, (r.term for r in rels), sizes, aval.dtype, commutes)
         result = Rel(value, tuple(aval.shape), spec)
@@ -107,8 +99,9 @@ def partial_of(rels: Sequence[Rel], op: str, kind: str = "") -> Rel | None:
       kind: the reduction by which they may be partial; "": by any.
     """
     some = next((r for r in rels if r.partial), None)
-    for r in rels if some else ():
-        assert some is not None
+    if some is None:
+        return None
+    for r in rels:
         if r.partial:
             fits = (r.partial, r.kind) == (some.partial, some.kind) and kind in ("", r.kind)
             fits &= r.source == some.source or not r.kind.endswith("*")
@@ -116,9 +109,7 @@ def partial_of(rels: Sequence[Rel], op: str, kind: str = "") -> Rel | None:
             fits = some.kind != "sum" and not r.varying & some.partial
         if not fits and not (some.kind == "sum" and is_zero(r.term)):
             over = f"partial by {some.kind} over {axes_text(some.partial)}"
-            blocks = any(
-                q.sharded & some.partial for q in rels
-            )  # what one device has is also a block of a padded array
+            blocks = any(q.sharded & some.partial for q in rels)  # what one device has may be a block of a padded array
             raise Unverified(f"{op} of a value that is {over} and one that is not, or differently", not blocks)
     return some
 
@@ -126,7 +117,6 @@ def partial_of(rels: Sequence[Rel], op: str, kind: str = "") -> Rel | None:
 def one_partial(rels: Sequence[Rel], op: str) -> Rel | None:
     """(Σ x) y = Σ (x y): the partial operand of a product, of which there is at most one."""
     some = [r for r in rels if r.partial]
-    require(
-        len(some) < 2 and all(r.kind == "sum" for r in some), f"{op} of two partial values, or extrema", refused=True
-    )
+    fits = len(some) < 2 and all(r.kind == "sum" for r in some)
+    require(fits, f"{op} of two partial values, or extrema", refused=True)
     return some[0] if some else None

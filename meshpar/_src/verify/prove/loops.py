@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .fragments import has_fragments
 from .relation import Cause, Context, Known, Rel, Unverified, require
 from .term import Term, is_zero
 
@@ -85,31 +84,31 @@ def stacked(ctx: Context, loop: Loop, length: int, r: Rel) -> Rel:
     return Rel(term, (length, *r.shape), ((), *r.spec), r.partial, r.kind)
 
 
-def finals(ctx: Context, loop: Loop, places: Sequence[int], guesses: Sequence[Known]) -> list[Known]:
+def finals(ctx: Context, loop: Loop, guesses: Sequence[Known]) -> list[Known]:
     """The relations of the carries after a loop."""
-
     out: list[Known] = []
-    for k, r in zip(places, guesses, strict=True):
-        if isinstance(r, Rel) and loop.carries[k] is not loop.inits[k]:
-            r = replace(r, term=ctx.terms.make("final", (loop.number, k), (), r.term.shape, r.term.dtype))
+    for init, carry, r in zip(loop.inits, loop.carries, guesses, strict=True):
+        if isinstance(r, Rel) and carry is not init:
+            r = replace(r, term=ctx.terms.make("final", carry.params, (), r.term.shape, r.term.dtype))
         out.append(r)
     return out
 
 
-def places_of(loop: Loop, inits: Sequence[Known], avals: Sequence[Any]) -> list[int] | None:
-    """For each carry of a per-device loop the carry of the written loop, in order, with the same initial value."""
+def matched(loop: Loop, inits: Sequence[Known], avals: Sequence[Any]) -> Loop | None:
+    """The written loop, with one of its carries for each carry of a per-device loop, in order: one with the same initial value."""
     if len(loop.nexts) < len(loop.carries):  # the body of the written loop is not understood
         return None
-    out: list[int] = []
+    every, found = zip(loop.inits, loop.carries, loop.nexts, strict=True), []
     for r, aval in zip(inits, avals, strict=True):
-        for k in range(out[-1] + 1 if out else 0, len(loop.inits)):
-            same = isinstance(r, Cause) or r.term is loop.inits[k]
-            if same and len(loop.carries[k].shape) == len(aval.shape) and loop.carries[k].dtype == str(aval.dtype):
-                out.append(k)
+        for init, carry, after in every:
+            same = isinstance(r, Cause) or r.term is init
+            if same and len(carry.shape) == len(aval.shape) and carry.dtype == str(aval.dtype):
+                found.append((init, carry, after))
                 break
         else:
             return None
-    return out
+    firsts, carries, nexts = (list(terms) for terms in zip(*found, strict=True)) if found else ([], [], [])
+    return replace(loop, inits=firsts, carries=carries, nexts=nexts)
 
 
 def starts_as(init: Rel, guess: Rel) -> bool:
@@ -137,35 +136,28 @@ def placed_by_size(ctx: Context, r: Rel, carry: Term) -> Rel | None:
 
 
 def invariants(
-    ctx: Context,
-    loop: Loop,
-    places: Sequence[int],
-    inits: Sequence[Known],
-    avals: Sequence[Any],
-    body: Body,
-    cause: Cause,
+    ctx: Context, loop: Loop, inits: Sequence[Known], avals: Sequence[Any], body: Body, cause: Cause
 ) -> tuple[list[Known], list[Known]]:
     """(the relations of the carries that one iteration preserves, the relations of the other results)."""
 
     def hypothesis(like: Rel, k: int) -> Rel:
         """The relation to the carry of the written loop, sharded and partial as another value is."""
-        term, shape = loop.carries[places[k]], tuple(avals[k].shape)
+        term, shape = loop.carries[k], tuple(avals[k].shape)
         spec = tuple(a if n != 1 else () for a, n in zip(like.spec, term.shape, strict=True))
         sizes = tuple(n * ctx.size(a) for n, a in zip(shape, spec, strict=True))
-        require(not has_fragments(like), "a carry in fragments")
+        require(not like.fragmented, "a carry in fragments")
         fits = all(n in (1, m) for n, m in zip(term.shape, sizes, strict=True))
         require(fits, f"a carry of shape {list(shape)} of one of shape {list(term.shape)}")
         return Rel(term, shape, spec, like.partial, like.kind)
 
-    def preserved(k: int, guess: Rel, after: Rel) -> Rel:
+    def preserved(k: int, init: Rel, guess: Rel, after: Rel) -> Rel:
         """The guess, or another one if an iteration does not preserve it.
 
         Raises:
           Unverified: there is none.
         """
-        init, wanted, term = inits[k], loop.nexts[places[k]], loop.carries[places[k]]
-        assert isinstance(init, Rel)
-        if guess.term is not term or (guess.spec, guess.partial, guess.kind) != (after.spec, after.partial, after.kind):
+        wanted, same = loop.nexts[k], guess.term is loop.carries[k]
+        if not same or (guess.spec, guess.partial, guess.kind) != (after.spec, after.partial, after.kind):
             guess = hypothesis(after, k)
             require(starts_as(init, guess), f"carry {k} begins and ends an iteration differently", refused=True)
         elif after.term is not wanted:
@@ -176,15 +168,15 @@ def invariants(
     guesses = list(inits)
     for k, r in enumerate(inits):
         if isinstance(r, Rel):
-            sharded = placed_by_size(ctx, r, loop.carries[places[k]])
+            sharded = placed_by_size(ctx, r, loop.carries[k])
             guesses[k] = r if sharded is None else hypothesis(sharded, k)
     for _ in range(MAX_ROUNDS):
         nexts, others = body(loop, guesses, False)
         before = list(guesses)
-        for k, (guess, after) in enumerate(zip(before, nexts, strict=True)):
-            if isinstance(guess, Rel):
+        for k, (init, guess, after) in enumerate(zip(inits, before, nexts, strict=True)):
+            if isinstance(init, Rel) and isinstance(guess, Rel):
                 try:
-                    guesses[k] = after if isinstance(after, Cause) else preserved(k, guess, after)
+                    guesses[k] = after if isinstance(after, Cause) else preserved(k, init, guess, after)
                 except Unverified as e:
                     guesses[k] = replace(cause, reason=str(e), refused=e.refused)
         if guesses == before:

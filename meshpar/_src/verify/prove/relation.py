@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +24,8 @@ from ...compat.jax import aval_of
 from .term import Term, Terms, number_of
 
 Spec = tuple[tuple[str, ...], ...]
+Fill = tuple[str, Any]
+"""Op and params of a number, or of ``empty``."""
 
 
 class Unverified(Exception):
@@ -39,13 +41,48 @@ class Unverified(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Fragments:
+    """The elements of one dim on all devices, in place of the axes of its blocks.
+
+    Attributes:
+      axes: along which devices have different elements, in the order of the mesh.
+      table: int64[devices along axes, elements, 2]: the index of an element, -1 for one outside of the array; and the blocks of a
+        contraction whose sum it is, as bits, :data:`fragments.ALL` of a complete one.
+      devices: the number of devices.
+      fill: the value of elements outside of the array: a number, or ``empty``.
+      origin: of incomplete sums: (the number of blocks, the contractions).
+    """
+
+    axes: tuple[str, ...]
+    table: bytes
+    devices: int
+    fill: Fill | None = None
+    origin: tuple[int, Hashable] | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def __len__(self) -> int:
+        return len(self.axes)
+
+    @property
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.table, np.int64).reshape(self.devices, -1, 2)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all elements are complete, and in the array."""
+        return self.fill is None and self.origin is None
+
+
+@dataclass(frozen=True, slots=True)
 class Rel:
     """The relation of a per-device value to a global value; see the module.
 
     Attributes:
       term: the global value.
       shape: of the per-device value.
-      spec: for each dim, the axes over which it is sharded; () where ``term`` is constant along the dim.
+      spec: for each dim, the axes over which it is sharded, or fragments; () where ``term`` is constant along the dim.
       partial: the axes over which the value is to be reduced.
       kind: by which reduction: ``sum``, ``max``, ``min``; for booleans ``max`` is ``or``. ``one``: a sum in which one device of
         a group has the value, and the others -0.0. With ``*``: an elementwise function of such a value.
@@ -78,6 +115,16 @@ class Rel:
     def varying(self) -> frozenset[str]:
         """The axes along which devices may have different values."""
         return self.sharded | self.partial | self.term.axes
+
+    @property
+    def fragmented(self) -> list[int]:
+        """The dims in fragments."""
+        return [d for d, s in enumerate(self.spec) if isinstance(s, Fragments)]
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether a dim is in fragments of sums over some blocks of a contraction."""
+        return any(isinstance(s, Fragments) and s.origin is not None for s in self.spec)
 
     @property
     def number(self) -> float | int | bool | None:
@@ -175,9 +222,12 @@ class Context:
         grids = np.indices([self.sizes[a] for a in axes]).reshape(len(axes), self.size(axes))
         return dict(zip(axes, grids, strict=True))
 
-    def linear(self, axes: Sequence[str], at: Mapping[str, np.ndarray]) -> np.ndarray | int:
-        """The index of the device along ``axes``, the first one major."""
-        index: Any = 0
+    def index(
+        self, axes: Sequence[str], every: Sequence[str], moved: Mapping[str, np.ndarray] | None = None
+    ) -> np.ndarray:
+        """int64[devices along ``every``]: the index along ``axes``, which are among them, of each device, the first one major;
+        ``moved``: with other coordinates along some axes."""
+        at, index = {**self.coordinates(every), **(moved or {})}, np.zeros(self.size(every), np.int64)
         for a in axes:
             index = index * self.sizes[a] + at[a]
         return index

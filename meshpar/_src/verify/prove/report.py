@@ -103,17 +103,12 @@ class Proof:
         count = sum(r.status == "proven" for r in self.results)
         mark = "✓" if self.proven else "✗"
         total, families = sum(self.ops.values()), ", ".join(f"{k} {n}" for k, n in sorted(self.ops.items()))
-        lines = [
-            f"{mark} {self.status}: {count} of {len(self.results)} results are those of the function as written",
-            f"  {total} ops proven ({self.share:.0%}): {families}",
-        ]
+        lines = [f"{mark} {self.status}: {count} of {len(self.results)} results are those of the function as written"]
+        lines.append(f"  {total} ops proven ({self.share:.0%}): {families}")
         if self.claims is not None:
             wrong = sum(c.op == "plan" for c in self.failed)
-            text = (
-                f"{wrong} of {self.claims} claims of the plan do not hold"
-                if wrong
-                else f"{self.claims} claims of the plan hold"
-            )
+            text = f"{wrong} of {self.claims} claims of the plan do not hold"
+            text = text if wrong else f"{self.claims} claims of the plan hold"
             lines.append(f"  {text}: collectives, shardings of arguments and results")
         lines += [f"  {c}" for c in self.errors]
         causes = [(c, n) for c, n in self.failed.items() if not c.error]

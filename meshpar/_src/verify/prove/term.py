@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-NO_AXES: frozenset[str] = frozenset()
 
-
+@dataclass(eq=False, repr=False, slots=True)
 class Term:
     """An expression; see the module.
 
@@ -33,21 +33,22 @@ class Term:
       axes: the mesh axes on whose coordinates the value depends.
     """
 
-    __slots__ = ("args", "axes", "dtype", "number", "op", "params", "shape")
+    op: str
+    params: Any
+    args: tuple[Term, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    number: int
+    axes: frozenset[str] = field(init=False)
 
-    def __init__(
-        self, op: str, params: Hashable, args: tuple[Term, ...], shape: tuple[int, ...], dtype: str, number: int
-    ):
-        self.op, self.params, self.args, self.shape, self.dtype, self.number = op, params, args, shape, dtype, number
-        if op == "axis_index":
-            self.axes: frozenset[str] = frozenset([str(params)])
-        else:
-            self.axes = NO_AXES.union(*(a.axes for a in args)) if args else NO_AXES
-            own: Any = params
-            if op.endswith("_block"):  # of the device's block along the axes
-                self.axes |= frozenset(own[0])
-            elif op == "devices":  # the values of all devices along axes, side by side
-                self.axes -= frozenset(own[0])
+    def __post_init__(self) -> None:
+        self.axes = frozenset(a for t in self.args for a in t.axes)
+        if self.op == "axis_index":
+            self.axes = frozenset([self.params])
+        elif self.op.endswith("_block"):  # of the device's block along the axes
+            self.axes |= frozenset(self.params[0])
+        elif self.op == "devices":  # the values of all devices along axes, side by side
+            self.axes -= frozenset(self.params[0])
 
     def __repr__(self) -> str:
         return f"{self.op}#{self.number}"
@@ -126,8 +127,7 @@ class Terms:
         order = tuple(map(int, order))
         shape = tuple(x.shape[d] for d in order)
         if x.op == "transpose":
-            inner: Any = x.params
-            return self.transpose(x.args[0], [inner[d] for d in order])
+            return self.transpose(x.args[0], [x.params[d] for d in order])
         moved = [d for d in order if x.shape[d] != 1]
         if moved == sorted(moved):
             return self.reshape(x, shape)
@@ -136,8 +136,7 @@ class Terms:
     def take(self, x: Term, dim: int, table: np.ndarray) -> Term:
         """The elements of a table along a dim. One that is an arithmetic progression is a ``slice``; the others are ``take``."""
         table = table.astype(np.int64)
-        inner: Any = x.params
-        if x.op in ("slice", "take") and inner[0] == dim:
+        if x.op in ("slice", "take") and x.params[0] == dim:
             x, table = x.args[0], table_of(x)[table]
         n, steps = len(table), np.unique(np.diff(table))
         if n == x.shape[dim] and (table == np.arange(n)).all():
@@ -149,8 +148,7 @@ class Terms:
 
     def concatenate_slices(self, terms: Sequence[Term], dim: int) -> Term | None:
         """The elements of slices of one array along a dim, one slice after the other; None: they are of several arrays."""
-        own: list[Any] = [t.params for t in terms]
-        bases = {t.args[0] if t.op in ("slice", "take") and p[0] == dim else t for t, p in zip(terms, own, strict=True)}
+        bases = {t.args[0] if t.op in ("slice", "take") and t.params[0] == dim else t for t in terms}
         if len(bases) > 1 or all(t in bases for t in terms):
             return None
         (x,) = bases
@@ -158,15 +156,16 @@ class Terms:
 
     def scale(self, x: Term, by: Fraction) -> Term:
         """A number times ``x``, exact in the reals."""
+        if by == 1:
+            return x
         if x.op == "scale":
-            inner: Any = x.params
-            return self.scale(x.args[0], inner * by)
+            return self.scale(x.args[0], x.params * by)
         number = number_of(x)
         if number is not None and is_float(x.dtype) and math.isfinite(number):
             value = Fraction(number) * by
             if abs(value) < 1 << 1023:
                 return self.literal(float(value), x.dtype, len(x.shape))
-        return x if by == 1 or number == 0 else self.make("scale", by, (x,), x.shape, x.dtype)
+        return x if number == 0 else self.make("scale", by, (x,), x.shape, x.dtype)
 
     def add(self, x: Term, y: Term) -> Term:
         """The sum of terms of one rank."""
@@ -181,13 +180,12 @@ class Terms:
 
     def convert(self, x: Term, dtype: Any) -> Term:
         """``x`` in another dtype."""
-        dtype = str(dtype)
+        dtype, number = str(dtype), number_of(x)
         if x.dtype == dtype:
             return x
         if x.op == "convert" and x.args[0].dtype == dtype and x.dtype in ("float32", "float64") and is_float(dtype):
             wide = x.dtype == "float64" or dtype != "float64"
             return x.args[0] if wide else self.make("convert", None, (x,), x.shape, dtype)  # wider numbers and back
-        number = number_of(x)
         if number is not None and (is_float(dtype) or (dtype.startswith("int") and not is_float(x.dtype))):
             return self.literal(number, dtype, len(x.shape))
         return self.make("convert", None, (x,), x.shape, dtype)
@@ -195,17 +193,15 @@ class Terms:
 
 def constant(term: Term) -> np.ndarray:
     """The elements of a term ``array``."""
-    params: Any = term.params
-    shape, data = params
-    return np.frombuffer(data, term.dtype).reshape(shape)
+    return np.frombuffer(term.params[1], term.dtype).reshape(term.params[0])
 
 
 def table_of(term: Term) -> np.ndarray:
     """The elements that a ``slice`` or a ``take`` has of its operand along its dim."""
-    own: Any = term.params
     if term.op == "take":
-        return np.frombuffer(own[1], np.int64)
-    return own[1] + own[2] * np.arange(term.shape[own[0]])
+        return np.frombuffer(term.params[1], np.int64)
+    d, start, step = term.params
+    return start + step * np.arange(term.shape[d])
 
 
 def is_float(dtype: Any) -> bool:

@@ -14,12 +14,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
 from . import loops
 from .claims import Claims, differences
-from .fragments import OF_FRAGMENTS, Fragments, has_fragments
+from .fragments import OF_FRAGMENTS
 from .laws import act, axes_text, not_partial, partial_of
 from .lemmas import LOCAL_FORM, family_of, lemma_of
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
-from .relation import Cause, Context, Known, Rel, Spec, Unverified, mapped, require
+from .relation import Cause, Context, Fragments, Known, Rel, Spec, Unverified, mapped, require
 from .report import Proof, Result
 from .term import Terms
 
@@ -73,7 +73,7 @@ class Walk:
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
         name, fn = eqn.primitive.name, lemma_of(eqn)
-        unknown = next((r for r in rels if isinstance(r, Cause)), None)
+        known, unknown = [r for r in rels if isinstance(r, Rel)], next((r for r in rels if isinstance(r, Cause)), None)
         try:
             if fn is None and name in self.bodies:
                 return self.bodies[name](eqn, list(rels))
@@ -86,11 +86,9 @@ class Walk:
             if fn is None:
                 raise Unverified("no lemma")
             moves = name == "bitcast_convert_type" or (len(rels) == 1 and family_of(fn) == "shape")  # also -0.0
-            fragments = any(has_fragments(r) for r in rels if isinstance(r, Rel))
-            require(
-                not fragments or name in OF_FRAGMENTS or fn.__module__.endswith("elementwise"), "no lemma for fragments"
-            )
-            out = fn(self.ctx, eqn, [r if moves else as_sum(r) for r in rels if isinstance(r, Rel)])
+            takes_fragments = name in OF_FRAGMENTS or family_of(fn) == "elementwise"
+            require(takes_fragments or not any(r.fragmented for r in known), "no lemma for fragments")
+            out = fn(self.ctx, eqn, known if moves else list(map(as_sum, known)))
             for r, var in zip(out, eqn.outvars, strict=True):
                 self.check(r, aval_of(var))
         except Unverified as e:
@@ -103,8 +101,7 @@ class Walk:
 
     def check(self, r: Rel, aval: Any) -> None:
         """Require that a relation fits to the shape and dtype of a value."""
-        incomplete = any(isinstance(axes, Fragments) and axes.origin is not None for axes in r.spec)
-        fits = r.shape == tuple(aval.shape) and (incomplete or r.term.dtype == str(aval.dtype))
+        fits = r.shape == tuple(aval.shape) and (r.incomplete or r.term.dtype == str(aval.dtype))
         for n, size, axes in zip(r.shape, r.term.shape, r.spec, strict=True):
             fits &= size == 1 or isinstance(axes, Fragments) or n * self.ctx.size(axes) == size
         assert fits, (r, aval)
@@ -147,14 +144,13 @@ class Walk:
 
         self.ctx.sizes = sizes
         try:
-            args = [
-                r if isinstance(r, Cause) else r.of(r.term, aval_of(v).shape, spec_of(spec, len(r.shape)))
-                for r, spec, v in zip(rels, p["in_specs"], jaxpr.invars, strict=True)
-            ]
-            for r, spec in zip(rels, p["in_specs"], strict=True):
-                if isinstance(r, Rel) and r.term.op == "input":
-                    number: Any = r.term.params
-                    self.arguments[number].add(spec_of(spec, len(r.shape)))
+            args = list(rels)
+            for k, (r, spec, v) in enumerate(zip(rels, p["in_specs"], jaxpr.invars, strict=True)):
+                if isinstance(r, Rel):
+                    spec = spec_of(spec, len(r.shape))
+                    args[k] = r.of(r.term, aval_of(v).shape, spec)
+                    if r.term.op == "input":
+                        self.arguments[r.term.params].add(spec)
             results = self.run(jaxpr, (), args)
             for k, (r, spec) in enumerate(zip(results, p["out_specs"], strict=True)):
                 if isinstance(r, Rel):
@@ -171,7 +167,7 @@ class Walk:
             if r.term.shape[d] != 1 and have != want:
                 refused = f"dim {d} of result {k} is sharded over {axes_text(have)}; its spec says {axes_text(want)}"
         if refused:  # equal rows of all devices may be blocks of an array that repeats them
-            contradicts = not has_fragments(r) and bool(r.partial or r.sharded)
+            contradicts = not r.fragmented and bool(r.partial or r.sharded)
             return self.unknown(eqn, refused, contradicts, [r])
         if r.term.axes:
             return self.unknown(eqn, f"result {k} may depend on the device")
@@ -190,10 +186,10 @@ class Walk:
             return results[:m], results[m:]
 
         key = "scan", length, bool(p["reverse"])
-        loop, places, guesses, ys = self.loop(eqn, key, rels[n : n + m], avals, body)
+        loop, guesses, ys = self.loop(eqn, key, rels[n : n + m], avals, body)
         stacks = mapped(lambda r: loops.stacked(self.ctx, loop, length, r), ys)
         self.ctx.note(stacks)
-        return [*loops.finals(self.ctx, loop, places, guesses), *stacks]
+        return [*loops.finals(self.ctx, loop, guesses), *stacks]
 
     def while_(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         p, rels = eqn.params, mapped(as_sum, rels)
@@ -204,12 +200,12 @@ class Walk:
             test = self.walked(p["cond_jaxpr"], [*rels[:n], *carries], counted)
             return self.walked(p["body_jaxpr"], [*rels[n : n + m], *carries], counted), test
 
-        loop, places, guesses, (test,) = self.loop(eqn, ("while",), rels[n + m :], avals, body)
+        loop, guesses, (test,) = self.loop(eqn, ("while",), rels[n + m :], avals, body)
         if isinstance(test, Cause):
             return [test] * len(eqn.outvars)
         require(not test.varying, "devices that take different numbers of iterations")
         require(test.term is loop.condition, "a loop with another condition than as written")
-        return loops.finals(self.ctx, loop, places, guesses)
+        return loops.finals(self.ctx, loop, guesses)
 
     def walked(self, closed: ClosedJaxpr, args: Sequence[Known], counted: bool) -> list[Known]:
         """The results of a body; its equations count only if ``counted``."""
@@ -221,28 +217,27 @@ class Walk:
 
     def loop(
         self, eqn: JaxprEqn, key: Any, inits: list[Known], avals: Sequence[Any], body: loops.Body
-    ) -> tuple[Loop, Sequence[int], list[Known], list[Known]]:
-        """(the written loop, its carries that are those of this one, their relations, the relations of the other results)."""
+    ) -> tuple[Loop, list[Known], list[Known]]:
+        """(the written loop with the carries of this one, their relations, the relations of the other results)."""
         if self.ctx.written:
-            loop, known, others = loops.written_loop(self.ctx, key, inits, avals, body)
-            return loop, range(len(avals)), known, others
+            return loops.written_loop(self.ctx, key, inits, avals, body)
         cause = Cause(eqn.primitive.name, source_line(eqn), "a loop that the function as written does not have")
-        found: list[tuple[int, Loop, list[int], list[Known]]] = []
-        for loop in self.ctx.loops.get(key, ()):
-            places = loops.places_of(loop, inits, avals)
-            if places is not None:
-                guesses, others = loops.invariants(self.ctx, loop, places, inits, avals, body, cause)
+        found: list[tuple[int, Loop, list[Known]]] = []
+        for written in self.ctx.loops.get(key, ()):
+            loop = loops.matched(written, inits, avals)
+            if loop is not None:
+                guesses, others = loops.invariants(self.ctx, loop, inits, avals, body, cause)
                 terms = [r.term for r in others if isinstance(r, Rel) and r.term.op != "literal"]
                 bad = sum(isinstance(r, Cause) for r in [*guesses, *others])
                 bad += sum(not self.ctx.terms.is_known(t) for t in terms)
-                found.append((bad, loop, places, guesses))
+                found.append((bad, loop, guesses))
                 if not bad:
                     break
         require(bool(found), cause.reason)
-        _, loop, places, guesses = min(found, key=lambda f: f[0])
+        _, loop, guesses = min(found, key=lambda f: f[0])
         causes = {g for g in guesses if isinstance(g, Cause)} if self.counting else set()
         self.failed.update(causes - set(self.failed))
-        return loop, places, guesses, body(loop, guesses, True)[1]
+        return loop, guesses, body(loop, guesses, True)[1]
 
     def cond(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         """The results of branches, of which all devices take the same one."""
@@ -291,32 +286,27 @@ def prove_program(
     expected = walk.run(written.jaxpr, written.consts, inputs)
     ctx.written, program = False, without_dead_code(program)
     found = walk.run(program.jaxpr, program.consts, inputs)
-    results = []
-    for k, (have, want) in enumerate(zip(found, expected, strict=True)):
-        path, cause = paths[k] if paths else str(k), have if isinstance(have, Cause) else want
-        if isinstance(have, Rel) and isinstance(want, Rel):
-            text = f"is not the value of the function as written: {loops.differs(have.term, want.term)}"
-            cause = None if (have.term, have.shape) == (want.term, want.shape) else Cause("result", path, text)
-        assert not isinstance(cause, Rel)
-        status = "proven" if cause is None else "refused" if cause.refused else "not verified"
-        results.append(Result(path, status, cause))
-    wrong: list[tuple[str, str]] = []
+    names = paths or list(map(str, range(len(found))))
+    results = tuple(map(compared, names, found, expected))
+    failed, count = {}, None
     if claims is not None:
         specs = [(f"argument {p}", want, walk.arguments[k]) for k, (p, want) in enumerate(claims.arguments)]
         for (p, want), r in zip(claims.results, found, strict=True):
             specs.append((f"result {p}", want, walk.results[r.term.number] if isinstance(r, Rel) else set()))
-        wrong = differences(claims, program, specs)
-    failed = (
-        {Cause("plan", *w): 0 for w in wrong}
-        | dict(walk.failed)
-        | {r.cause: walk.failed[r.cause] for r in results if r.cause is not None}
-    )
-    return Proof(
-        tuple(results),
-        dict(walk.proven),
-        failed,
-        walk.unreached,
-        dict(walk.kernels),
-        time.process_time() - begin,
-        None if claims is None else sum(map(len, (claims.sends, claims.arguments, claims.results))),
-    )
+        failed = {Cause("plan", *wrong): 0 for wrong in differences(claims, program, specs)}
+        count = sum(map(len, (claims.sends, claims.arguments, claims.results)))
+    failed |= walk.failed | {r.cause: walk.failed[r.cause] for r in results if r.cause is not None}
+    seconds = time.process_time() - begin
+    return Proof(results, dict(walk.proven), failed, walk.unreached, dict(walk.kernels), seconds, count)
+
+
+def compared(path: str, have: Known, want: Known) -> Result:
+    """Whether a result is that of the function as written."""
+    if isinstance(have, Rel) and isinstance(want, Rel):
+        if (have.term, have.shape) == (want.term, want.shape):
+            return Result(path, "proven")
+        text = f"is not the value of the function as written: {loops.differs(have.term, want.term)}"
+        return Result(path, "not verified", Cause("result", path, text))
+    cause = have if isinstance(have, Cause) else want
+    assert isinstance(cause, Cause)
+    return Result(path, "refused" if cause.refused else "not verified", cause)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .device_values import orders
-from .fragments import Fragments, element_table, in_mesh_order, with_table
+from .fragments import common_fill, element_table, in_mesh_order, with_table
 from .relation import Context, Rel, require
 from .term import Term
 
@@ -39,10 +39,8 @@ def on_devices(
       at: what they read of the fragments.
       neutral: the values that an element outside of the array may have.
     """
-    entry = x.spec[d]
-    fits = not isinstance(entry, Fragments) or (
-        entry.origin is None and (entry.fill is None or entry.fill[1] in neutral)
-    )
+    fill, origin = common_fill(None, d, x)
+    fits = origin is None and (fill is None or fill[1] in neutral)
     require(fits, "windows of values that are not neutral outside of the array")
     return np.where(at < 0, -1, element_table(ctx, x, d, axes)[:, at, 0])
 
@@ -52,13 +50,10 @@ def candidates(
 ) -> Iterator[tuple[Term, Any]]:
     """(term, params) of the ops of the function as written that differ from one only by the padding of dims."""
     for term in ctx.terms.uses.get((name, *(t.number for t in args)), ()):
-        params: Any = term.params
-        found = dict(params)
-        differing = [key for key, value in p.items() if value != found.get(key)]
-        alike = all(
-            p[key][k] == found[key][k] for key in PADDING if key in p for k in range(len(p[key])) if k not in dims
-        )
-        if ctx.terms.is_known(term) and alike and set(differing) <= set(PADDING):
+        found = dict(term.params)
+        differing = {key for key, value in p.items() if value != found.get(key)}
+        along = {k for key in differing & set(PADDING) for k, n in enumerate(p[key]) if n != found[key][k]}
+        if ctx.terms.is_known(term) and differing <= set(PADDING) and along <= set(dims):
             yield term, found
 
 
@@ -81,9 +76,8 @@ def block_of_windows(
     found = on_devices(ctx, x, d, axes, local, neutral)
     taps = np.arange(m)[None] if taps is None else taps
     for order in orders(axes):
-        first = np.broadcast_to(n * np.asarray(ctx.linear(order, ctx.coordinates(axes))), (len(found),))
         if n * ctx.size(order) == len(full):
-            wanted = full[first[:, None, None] + np.arange(n)[:, None], taps[:, None]]
+            wanted = full[(n * ctx.index(order, axes))[:, None, None] + np.arange(n)[:, None], taps[:, None]]
             if (wanted == found).all():
                 return order
     return None
@@ -107,5 +101,4 @@ def scattered(
         ]
         right = (counts[0] == counts[1]) & (counts[1] == counts[2]) & (index >= 0) & once
         table[k, :, 0] = np.where(right, index, -1)
-    result = replace(x.placed({d: ()}), term=term)
-    return with_table(ctx, result, d, axes, table, ("empty", None))
+    return with_table(ctx, replace(x.placed({d: ()}), term=term), d, axes, table, ("empty", None))

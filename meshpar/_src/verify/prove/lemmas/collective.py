@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..fragments import Fragments, gather_fragments, in_mesh_order, permute_fragments
+from ..fragments import gather_fragments, in_mesh_order, permute_fragments
 from ..laws import axes_text
-from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..relation import Context, Fragments, Rel, out_dtype, out_shape, require
 from .table import lemma
 
 
@@ -25,37 +25,25 @@ def axes_of(eqn: JaxprEqn, ctx: Context) -> tuple[str, ...]:
     return tuple(a for a in names if ctx.sizes[a] > 1)
 
 
-@lemma("psum", "psum_invariant")
-def psum(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The sum of a partial value; n times a value that n devices have alike."""
-    axes = axes_of(eqn, ctx)
-    return [summed(ctx, x, axes) for x in rels]
+@lemma("psum", "psum_invariant", "pmax", "pmin")
+def all_reduce(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """The sum of a partial sum, the maximum of a partial maximum; of a value that n devices have alike, n times the value, or the
+    value itself."""
+    axes, kind = axes_of(eqn, ctx), {"pmax": "max", "pmin": "min"}.get(eqn.primitive.name, "sum")
+    return [reduced(ctx, x, frozenset(axes), kind) for x in rels]
 
 
-def summed(ctx: Context, x: Rel, axes: Sequence[str]) -> Rel:
-    if ctx.images.get(x.term.number) == x.kind == "one*" and x.partial <= set(axes):
-        x = replace(x, kind="sum")
-    require(not x.partial or x.kind == "sum", f"a sum of a partial {x.kind}", refused=True)
-    over = set(axes)
-    sharded = over & x.sharded
-    require(not sharded, f"a sum over {axes_text(sharded)}, over which its operand is sharded")  # a sum of its blocks
-    require(not over & x.term.axes, "a sum of values that depend on the device")
-    x = replace(x, term=ctx.terms.scale(x.term, Fraction(ctx.size(over - x.partial))))
-    return replace(x, partial=x.partial - over)
-
-
-@lemma("pmax", "pmin")
-def pmax(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The maximum of a partial maximum; the value itself where all devices have it."""
-    axes, kind, out = frozenset(axes_of(eqn, ctx)), eqn.primitive.name[1:], []
-    for x in rels:
-        image = ctx.images.get(x.term.number) == x.kind == kind + "*" and x.partial <= axes
-        require(not x.partial & axes or x.kind == kind or image, f"a {kind}imum of a partial {x.kind}", refused=True)
-        differs = axes & (x.sharded | x.term.axes)
-        require(not differs, f"a {kind}imum over {axes_text(differs)}, over which it is sharded")
-        left = x.partial - axes
-        out.append(replace(x, partial=left, kind=x.kind if left else "sum"))
-    return out
+def reduced(ctx: Context, x: Rel, axes: frozenset[str], kind: str) -> Rel:
+    """The reduction over all axes; a multiple of a partial value is only one of a sum."""
+    image = ("one" if kind == "sum" else kind) + "*"
+    if ctx.images.get(x.term.number) == x.kind == image and x.partial <= axes:
+        x = replace(x, kind=kind)
+    fits = x.kind == kind or not (x.partial if kind == "sum" else x.partial & axes)
+    require(fits, f"a {kind} of a partial {x.kind}", refused=True)
+    differs = axes & (x.sharded | x.term.axes)
+    require(not differs, f"a {kind} over {axes_text(differs)}, along which its operand differs")
+    left, times = x.partial - axes, ctx.size(axes - x.partial) if kind == "sum" else 1
+    return replace(x, term=ctx.terms.scale(x.term, Fraction(times)), partial=left, kind=x.kind if left else "sum")
 
 
 @lemma("all_gather", "all_gather_invariant", "all_gather_reduced")
@@ -100,14 +88,13 @@ def reduce_scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel
     """The sum of a partial value, of which each device has its block."""
     (x,), axes, d = rels, axes_of(eqn, ctx), int(eqn.params["scatter_dimension"])
     require(bool(eqn.params["tiled"]), "a reduce-scatter that drops its dim")
-    return [blocks(summed(ctx, x, axes), axes, d, out_shape(eqn))]
+    return [blocks(reduced(ctx, x, frozenset(axes), "sum"), axes, d, out_shape(eqn))]
 
 
 def blocks(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
     """Each device keeps its block of a dim."""
-    require(
-        not set(axes) & x.varying, f"blocks over {axes_text(axes)} of a value that differs along them", refused=True
-    )
+    differs = set(axes) & x.varying
+    require(not differs, f"blocks over {axes_text(differs)}, along which the value differs", refused=True)
     spec = tuple((*s, *axes) if k == d and x.term.shape[d] != 1 else s for k, s in enumerate(x.spec))
     return replace(x, spec=spec, shape=shape)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..fragments import Fragments, contraction_blocks, element_table, in_mesh_order, sum_over_blocks
+from ..fragments import contraction_blocks, element_table, in_mesh_order, sum_over_blocks
 from ..laws import act, one_partial
-from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
+from ..relation import Context, Fragments, Rel, Unverified, out_dtype, out_shape, require
 from ..term import Term, frozen
 from ..windows import block_of_windows, candidates, reads
 from .table import lemma
@@ -81,8 +81,7 @@ def einsum(
         for n, size in zip(names, term.shape, strict=True):
             sizes[n] = max(sizes.get(n, 1), size)
         if term.op == "transpose":
-            order: Any = term.params
-            sides.append((term.args[0], [names[order.index(d)] for d in range(len(order))]))
+            sides.append((term.args[0], [names[term.params.index(d)] for d in range(len(names))]))
         else:
             sides.append((term, list(names)))
 

@@ -11,9 +11,9 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..device_values import axes_of, evaluate, leaves, resolved
-from ..fragments import Fragments, add_incomplete_sums, fill_of, has_fragments, mask_fragments, require_zeros_outside
+from ..fragments import add_incomplete_sums, fill_of, mask_fragments, require_zeros_outside
 from ..laws import act, not_partial, one_partial, partial_of
-from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
 from ..term import Term, frozen, is_float, is_zero
 from .table import Lemma, lemma
 
@@ -66,20 +66,14 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
     Values f(x) of a partial maximum x have the kind ``max*``: :mod:`lemmas.bits` has those that are reduced.
     """
-    name = eqn.primitive.name
+    name, x, y = eqn.primitive.name, rels[0], rels[-1]
+    if name == "ne" and x.kind in ("max", "min") and (x.term, x.source) == (y.term, y.source):  # isnan
+        return applied(ctx, eqn, rels, replace(x, kind=x.kind + "*"))
     if out_dtype(eqn) == "bool" and name in ("or", "and"):
         return applied(ctx, eqn, rels, partial_of(rels, name, "max" if name == "or" else "min"))
-    if (
-        name == "ne"
-        and rels[0].kind in ("max", "min")
-        and rels[0].term is rels[1].term
-        and rels[0].source == rels[1].source
-    ):  # isnan
-        return applied(ctx, eqn, rels, replace(rels[0], kind=rels[0].kind + "*"))
-    if any(r.kind.endswith("*") for r in rels):
-        return applied(ctx, eqn, rels, partial_of(rels, name))
-    not_partial(rels, name)
-    return applied(ctx, eqn, rels)
+    if not any(r.kind.endswith("*") for r in rels):
+        not_partial(rels, name)
+    return applied(ctx, eqn, rels, partial_of(rels, name))
 
 
 @elementwise("add", "add_any", "sub")
@@ -88,14 +82,11 @@ def linear(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     contraction are the one over all of them (:func:`fragments.add_incomplete_sums`)."""
     if eqn.primitive.name != "sub":
         for x, y in (rels, rels[::-1]):
-            if is_zero(x.term) and y.shape == out_shape(eqn) and (y.term.axes | y.partial or has_fragments(y)):
+            if is_zero(x.term) and y.shape == out_shape(eqn) and (y.term.axes | y.partial or y.fragmented):
                 return [resolved(ctx, y, rels)]
         both = add_incomplete_sums(ctx, *rels)
         if both is not None:
-            complete = both.term.dtype != out_dtype(eqn) and not any(
-                isinstance(s, Fragments) and s.origin for s in both.spec
-            )
-            return [replace(both, term=ctx.terms.convert(both.term, out_dtype(eqn))) if complete else both]
+            return [both if both.incomplete else replace(both, term=ctx.terms.convert(both.term, out_dtype(eqn)))]
     return applied(ctx, eqn, rels, partial_of(rels, eqn.primitive.name, "sum"))
 
 
@@ -111,28 +102,21 @@ def select(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, "a choice"))
     not_partial(rels[:1], "a condition")
-    if len(rels) == 3 and any(map(has_fragments, rels[1:])):
+    if len(rels) == 3 and any(r.fragmented for r in rels[1:]):
         return [outside(ctx, *rels)]
     return applied(ctx, eqn, rels, partial_of(rels[1:], "a choice"))
 
 
 def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
     """where(mask, x, number), of fragments x, whose mask leaves out all elements outside of the array."""
-    x, other, wanted = (yes, no, True) if has_fragments(yes) else (no, yes, False)
-    dims, value, at = (
-        [d for d, s in enumerate(x.spec) if isinstance(s, Fragments)],
-        fill_of(other),
-        leaves(mask.term),
-    )
-    require(len(dims) == 1 and value is not None and len(at) < 2, "a choice of fragments")
+    x, other, wanted = (yes, no, True) if yes.fragmented else (no, yes, False)
+    dims, value, at = x.fragmented, fill_of(other), leaves(mask.term)
+    if len(dims) != 1 or value is None or len(at) > 1:
+        raise Unverified("a choice of fragments")
     (d,), axes = dims, axes_of(ctx, mask.term)
-    along = all(n == 1 or k == d for k, n in enumerate(mask.term.shape))
-    require(
-        along and all(t.op == "iota" and t.shape[d] != 1 for t in at) and not mask.sharded,
-        "a choice of fragments by a mask of data",
-    )
+    along = all(n == 1 or k == d for k, n in enumerate(mask.term.shape)) and not mask.sharded
+    require(along and all(t.op == "iota" and t.shape[d] != 1 for t in at), "a choice of fragments by a mask of data")
     (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
-    assert value is not None
     return mask_fragments(ctx, x, d, keep == wanted, axes, value)
 
 
@@ -147,10 +131,8 @@ def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def scaled(ctx: Context, x: Rel, by: Fraction) -> list[Rel]:
     """A number times a value; a negative number makes a maximum a minimum."""
-    monotone = by > 0 and is_float(x.term.dtype)
-    require(
-        not x.partial or x.kind == "sum" or monotone, "a negative multiple, or one of integers, of a partial extremum"
-    )
+    scales = not x.partial or x.kind == "sum" or (by > 0 and is_float(x.term.dtype))
+    require(scales, "a negative multiple, or one of integers, of a partial extremum")
     require_zeros_outside(x, "a multiple")
     return [replace(x, term=ctx.terms.scale(x.term, by))]
 
@@ -187,13 +169,10 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         wraps = not is_inexact(source) and (not both or np.dtype(source).itemsize < np.dtype(target).itemsize)
         linear = not wraps and (both or is_inexact(target))
         monotone = is_float(target) or (not is_inexact(source) and np.can_cast(source, target))
-        require(
-            linear if x.kind == "sum" else monotone,
-            "a cast of a partial value that rounds to integers, or of sums that wrap",
-            is_inexact(source),
-        )
+        reason = "a cast of a partial value that rounds to integers, or of sums that wrap"
+        require(linear if x.kind == "sum" else monotone, reason, is_inexact(source))
     require_zeros_outside(x, "a cast")
-    if any(isinstance(s, Fragments) and s.origin for s in x.spec):  # of an incomplete sum, whose term keeps its dtype
+    if x.incomplete:  # of an incomplete sum, whose term keeps its dtype
         require(is_float(source) and is_float(target), "a cast of an incomplete sum to integers", refused=True)
         return [x]
     narrow = narrowed(ctx, x.term, target) if is_float(source) and is_float(target) else x.term

@@ -13,7 +13,7 @@ from jax.lax import GatherScatterMode
 
 from ....compat.jax import aval_of
 from ..device_values import Rows, axes_of, evaluate, leaves, owned
-from ..fragments import has_fragments, take_positions, update_fragments
+from ..fragments import take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from ..term import Term, constant, frozen, is_zero, number_of
@@ -125,7 +125,7 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     taken = rows_at(ctx, eqn, x, index)
     if taken is not None:
         return [taken]
-    require(not has_fragments(x), "a gather of fragments at computed indices")
+    require(not x.fragmented, "a gather of fragments at computed indices")
     batching = dict(zip(n.operand_batching_dims, n.start_indices_batching_dims, strict=True))
     rank = len(out_shape(eqn))
     *ins, out = labels_of(len(x.shape), n.collapsed_slice_dims, batching, n.offset_dims, rank)
@@ -136,14 +136,9 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         return [replace(best, shape=out_shape(eqn))]
     known = {k: str(v) for k, v in p.items() if k in ("fill_value", "mode")}
     known |= {"numbers": n, "sizes": tuple(m if d in unsharded else 0 for d, m in zip(ins[0], sizes, strict=True))}
-    given = p.get("fill_value")
-    zero = given == 0 or (
-        given is None and not out_dtype(eqn).startswith(("int", "uint", "bool"))
-    )  # NaN: of any number of them
-    require(
-        not x.partial or x.kind != "sum" or "FILL" not in str(p["mode"]) or zero,
-        "a gather of a partial value, and numbers",
-    )
+    if x.partial and x.kind == "sum" and "FILL" in known["mode"] and p.get("fill_value") != 0:
+        nan = p.get("fill_value") is None and not out_dtype(eqn).startswith(("int", "uint", "bool"))
+        require(nan, "a gather of a partial sum, and numbers")  # a sum of any number of NaN is NaN
     op, params = "gather", frozen(known)
     for d in [d for d in ins[0] if d in unsharded and x.spec[d]]:
         axes = x.spec[d]
@@ -158,15 +153,11 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def rows_at(ctx: Context, eqn: JaxprEqn, x: Rel, index: Rel) -> Rel | None:
     """Rows of a block at constant indices, of which devices may have other ones."""
-    n, dims = eqn.params["dimension_numbers"], range(len(x.shape))
+    n = eqn.params["dimension_numbers"]
     if index.term.op != "array" or len(index.shape) != 2 or len(n.start_index_map) != 1 or index.spec[1]:
         return None
-    (d,) = n.start_index_map
-    rows = (
-        n.collapsed_slice_dims == (d,)
-        and n.offset_dims == tuple(k for k in dims if k != d)
-        and not n.operand_batching_dims
-    )
+    (d,), others = n.start_index_map, tuple(k for k in range(len(x.shape)) if k not in n.start_index_map)
+    rows = (n.collapsed_slice_dims, n.offset_dims, n.operand_batching_dims) == ((d,), others, ())
     at = constant(index.term).astype(np.int64).reshape(-1, index.shape[0])
     inside = bool(((at >= 0) & (at < x.shape[d])).all())
     if not rows or not inside or x.term.shape[d] == 1 or out_shape(eqn) != x.resized(d, at.shape[1]):
@@ -184,27 +175,21 @@ def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], 
     (d,) = along
     sizes = [1 if k == d else m for k, m in enumerate(x.term.shape)]
     spec = tuple(() if k == d else s for k, s in enumerate(x.spec))
-    own: Any = at.params
     if index.spec[:-1] != spec or x.partial:
         return None
-    if at.op == "arg_block" and at.args[0] is x.term and own[3] == d and own[:2] == (x.spec[d], x.shape[d]):
-        return x.of(terms.make("best_block", own, (x.term,), sizes, x.term.dtype), x.shape, spec)
-    if at.op not in ("argmax", "argmin") or own != (d,) or not at.args[0].op == x.term.op == "devices":
+    if at.op == "arg_block" and at.args[0] is x.term and at.params == (x.spec[d], x.shape[d], at.params[2], d):
+        return x.of(terms.make("best_block", at.params, (x.term,), sizes, x.term.dtype), x.shape, spec)
+    if at.op not in ("argmax", "argmin") or at.params != (d,) or not at.args[0].op == x.term.op == "devices":
         return None
-    params: Any = x.term.params
-    best, local = at.args[0].args[0], leaves(x.term.args[0])
-    block: Any = best.params
-    if (
-        at.args[0].params != params
-        or best.op != "best_block"
-        or block != (params[0], block[1], at.op, params[1])
-        or len(local) != 1
-    ):
+    best, local, (axes, along_dim) = at.args[0].args[0], leaves(x.term.args[0]), x.term.params
+    if at.args[0].params != (axes, d) or best.op != "best_block" or len(local) != 1 or along_dim != d:
         return None
-    axes, n, (value,) = *block[:2], local
-    first = n * np.asarray(ctx.linear(axes, ctx.coordinates(axes)))[:, None] + np.arange(n)
-    same = value is terms.make("arg_block", block, best.args, value.shape, value.dtype)
-    if not same or params[1] != d or (evaluate(ctx, axes, x.term.args, value, np.arange(n))[0] != first).any():
+    n, (value,) = best.params[1], local
+    if best.params != (axes, n, at.op, d):
+        return None
+    first = n * np.arange(ctx.size(axes))[:, None] + np.arange(n)
+    same = value is terms.make("arg_block", best.params, best.args, value.shape, value.dtype)
+    if not same or (evaluate(ctx, axes, x.term.args, value, np.arange(n))[0] != first).any():
         return None
     found = terms.make(at.op, (d,), best.args, value.shape, value.dtype)
     return x.of(terms.reshape(found, sizes), x.shape, spec)
@@ -235,7 +220,7 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         require(x.spec[d] == axes or x.term.shape[d] == 1, "a scatter into blocks over other axes", refused=True)
         unsharded.remove(d)
         term = ctx.terms.expand(x.term, d, x.shape[d] * ctx.size(axes))
-        x = replace(x, term=term, spec=tuple(axes if k == d else s for k, s in enumerate(x.spec)))
+        x = replace(x, term=term).placed({d: axes})
         modes = [str(m) for m in GatherScatterMode] if mode == str(GatherScatterMode.FILL_OR_DROP) else []
         value = owned(ctx, Rows(axes, x.shape[d], local), modes, lambda i, mode: at(i, mode).term)
         require(value is not None, "a scatter at indices that depend on the device")

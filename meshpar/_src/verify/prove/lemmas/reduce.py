@@ -83,9 +83,8 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     not_partial(rels, name)
     p = eqn.params
     sizes = [p[key] for key in ("window_dimensions", "window_strides", "base_dilation") if key in p]
-    unsharded = [
-        d for d in range(len(rels[0].shape)) if any(n[d] != 1 for n in sizes) or tuple(p["padding"][d]) != (0, 0)
-    ]
+    windows = [*zip(*sizes, strict=True)]
+    unsharded = [d for d, pad in enumerate(p["padding"]) if set(windows[d]) != {1} or tuple(pad) != (0, 0)]
     split = [d for d in unsharded if any(r.spec[d] for r in rels)]
     if not split or name == "select_and_gather_add":
         return act(ctx, eqn, rels, unsharded=unsharded, params=frozen(p))

@@ -64,9 +64,7 @@ def reshape(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def reshaped(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Rel:
     """The result of a reshape."""
-    if (
-        x.term.op == "array" and x.shape == (1,) and x.spec[0] and not shape and not x.partial
-    ):  # an entry of a table of constants
+    if x.term.op == "array" and x.shape == (1,) and x.spec[0] and not shape and not x.partial:  # of a table
         return ctx.replicated(ctx.terms.make("entry_block", (x.spec[0],), (x.term,), (), x.term.dtype), ())
     found = list(_reshapes(ctx, x, shape))
     if not found:
@@ -119,10 +117,16 @@ def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1) -> Rel:
     """Elements of one dim; of a block, fragments."""
-    shape, at = x.resized(d, size), start + stride * np.arange(size)
     if x.term.shape[d] == 1 or (size == x.shape[d] and stride == 1):
-        return replace(x, shape=shape)
-    return take_positions(ctx, x, d, at) if x.spec[d] else x.of(ctx.terms.take(x.term, d, at), shape, x.spec)
+        return replace(x, shape=x.resized(d, size))
+    return taken(ctx, x, d, start + stride * np.arange(size))
+
+
+def taken(ctx: Context, x: Rel, d: int, at: np.ndarray) -> Rel:
+    """Elements of one dim at positions that all devices have; of a block, fragments."""
+    if x.spec[d]:
+        return take_positions(ctx, x, d, at[None])
+    return x.of(ctx.terms.take(x.term, d, at), x.resized(d, len(at)), x.spec)
 
 
 @lemma("rearrange")
@@ -131,11 +135,7 @@ def rearrange(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     (x,), d = rels, int(eqn.params["dimension"])
     at = np.concatenate([first + step * np.arange(n) for first, step, n in eqn.params["runs"]])
     require(x.term.shape[d] != 1 and bool((at >= 0).all()), "a table with zeros, or of a constant")
-    return (
-        [x.of(ctx.terms.take(x.term, d, at), x.resized(d, len(at)), x.spec)]
-        if not x.spec[d]
-        else [take_positions(ctx, x, d, at)]
-    )
+    return [taken(ctx, x, d, at)]
 
 
 @lemma("slice")
