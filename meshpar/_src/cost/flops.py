@@ -182,7 +182,7 @@ def needed_fractions(program: Program) -> dict[Op, float]:
     A mask is the comparison of indices with an iota, and what products, sums and :data:`_MOVES` make of it. With 8 experts of 640
     slots for 2,048 tokens of two experts each, 4,096 of 5,120 rows are needed.
     """
-    iota, share = dict[Value, int](), dict[Value, float]()
+    iota, share = dict[Value, float](), dict[Value, float]()
     nonzero, valid = (
         dict[Value, float](),
         dict[Value, float](),
@@ -191,11 +191,11 @@ def needed_fractions(program: Program) -> dict[Op, float]:
 
     def passed(a: Value | None, b: Value | None) -> None:
         """``b`` is a part or a stack of ``a``, or ``a`` moved."""
-        if a is not None and b is not None and a is not b:
-            for table in (iota, share):
-                table.update({b: table[a]} if a in table else {})
-            for counts in (nonzero, valid):
-                counts.update({b: counts[a] * b.elements / a.elements} if a in counts else {})
+        if a is not None and b is not None and a is not b and a.elements:
+            more = b.elements / a.elements
+            for table, scale in ((iota, 1.0), (share, 1.0), (nonzero, more), (valid, more)):
+                if a in table:
+                    table[b] = table[a] * scale
 
     def visit(frame: Frame) -> None:
         for op in frame.ops:

@@ -77,7 +77,7 @@ def jit(
       lowering: ``"shard_map"``: meshpar partitions the program, which sends exactly the collectives of the plan. ``"jit"``: XLA
         partitions it, guided by sharding constraints from the plan, whose numbers are then estimates. ``"auto"``, the default:
         ``"shard_map"``, or ``"jit"`` if an op of the program has no local form (a warning and the plan then name the op and its
-        line), or if the plan under ``"jit"`` is shorter by over 3 % (``plan.lowering_reason`` then has the seconds of both).
+        line), or if the plan under ``"jit"`` is shorter by over 0.5 % (``plan.lowering_reason`` then has the seconds of both).
       overlap: collective-matmul mode of the ``"shard_map"`` lowering, for all-gather → matmul and matmul → reduce-scatter pairs.
         ``"ring"``: chunked, so that each chunk is sent while another is multiplied. ``"xla"``, ``"off"``: as separate collectives.
         ``"auto"``, the default under ``"shard_map"``: the one with less exposed communication by the plan's estimate;

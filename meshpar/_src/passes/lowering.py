@@ -10,8 +10,8 @@ from ..units import format_seconds
 from .ranked import cost, exceeds
 
 AUTO = "auto"
-MIN_GAIN = 0.03
-"""The fraction of a step that ``"jit"`` must save: estimates are no more accurate than that, and only ``"shard_map"`` has the
+MIN_GAIN = 0.005
+"""The fraction of a step that ``"jit"`` must save: a smaller one does not show in three digits, and only ``"shard_map"`` has the
 collectives of its plan."""
 
 
