@@ -163,7 +163,7 @@ def planned(run):
 def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
     status, out, err = run("plan small --topology v5e:2x4")
     assert status == 0
-    assert err == "default  mesh: data=8, one axis over all of v5e:2x4\ndefault  layout: FSDP over the first axis\n"
+    assert err == "default  mesh: data=8, one axis over all of v5e:2x4\ndefault  layout: batch: data; embed: data\n"
     assert "layout    batch, embed: data\n" in out
     assert "8 devices" in out
     assert "a step takes" in out
@@ -174,6 +174,15 @@ def test_the_default_mesh_of_two_nodes_has_the_axes_of_the_layout(run, layout, m
     status, out, err = run(f"plan small --topology '2x h100:8' --layout {layout}")
     assert (status, f"default  mesh: {mesh}, " in err) == (0, True)
     assert f"layout    {mp.Layout(layout)}" in out
+
+
+@pytest.mark.parametrize(("mlp", "embed"), [(32, "data"), (40960, "slice+data")])
+def test_the_default_layout_of_two_slices_is_hsdp_where_it_fits(run, mlp, embed):
+    """On 2 × 4 chips of 15.75 GiB, with 8 MiB or 10 GiB of weights, and as much momentum."""
+    status, _, err = run(f"plan small --topology '2x v5e:2x2' --set embed=65536,mlp={mlp}")
+    assert err.startswith("default  mesh: slice=2, data=4, the slices of 2x v5e:2x2, and one axis in each\n")
+    assert err.endswith(f"default  layout: batch: slice+data; embed: {embed}\n")
+    assert (status, "does not fit" in err) == (0, embed != "data")
 
 
 def test_names_in_metadata_of_nnx_and_names_that_are_inferred_beside_them(command, tmp_path):
@@ -476,8 +485,18 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
         ("small", "no machine is given\n  fix     --topology"),
         ("small --topology v5q:2x2", "topology 'v5q:2x2' is not known"),
         ("small --mesh data=4 --layout fspd", "the target's LAYOUTS are: fsdp, dp"),
-        ("small --mesh data=4 --layout megatrn", "did you mean megatron?"),
+        ("small --mesh data=4 --layout megatrn", "did you mean `megatron`?"),
         ("small --mesh data=4 --layout batch=data", "write `:` in rules: `batch: data`"),
+        ("small --mesh data=4 --layout 'batch data'", "fix did you mean `batch: data`?"),
+        (
+            "small --mesh dp_replicate=2,dp_shard=2 --layout hsdp",
+            "of the scheme `hsdp` names axis `slice`, which the mesh (dp_replicate=2, dp_shard=2) does not have "
+            'rule batch: slice+data fix --mesh "slice=2, data=2" or --layout "batch: dp_replicate+dp_shard; embed?: dp_shard"',
+        ),
+        (
+            "small --mesh dp_replicate=2,dp_shard=2 --layout 'batch: slice+data'",
+            "fix write `batch: dp_replicate+dp_shard`",
+        ),
         ("small --mesh data=4 --layout 'embd: data'", "did you mean `embed`?"),
         ("small --mesh data=3 --layout fsdp", "does not divide over data=3"),
         ("small --mesh data=4 --layout 'mlp: tp'", 'give the mesh that axis: --mesh "data=4, tp=1"; rules'),
@@ -801,7 +820,13 @@ def test_warnings_of_commands_do_not_have_the_line_of_the_command(capsys):
     assert capsys.readouterr().err.endswith("RepeatedWarning: repeated\n")
 
 
-def test_without_arguments_there_are_commands_to_start_with(capsys):
+def test_without_arguments_there_are_commands_to_start_with(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    main([])
+    narrow = capsys.readouterr().out
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "\n      memory, communication and time of a layout\n" in narrow
+    monkeypatch.setenv("COLUMNS", "120")
     assert main([]) == 0
     text = capsys.readouterr().out
     lines = [

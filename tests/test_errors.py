@@ -500,6 +500,11 @@ OTHERS = [  # (class, call, texts of the error)
     (E.UnsupportedError, lambda: mp.jit(loss, **STEP).plan(topology="v5e:2x4"), ["`topology` is an option of mp.plan"]),
     (E.UnknownAxisError, lambda: mp.Layout("data: batch").check_axes(ABSTRACT), ["swapped: write `batch: data`"]),
     (
+        E.UnknownAxisError,
+        lambda: mp.Layout("model: modl").check_axes(ABSTRACT, dims={"model"}),
+        ["which the mesh (data=4, model=2) does not have\n  rule    model: modl\n  fix     did you mean `model`?"],
+    ),
+    (
         E.PatternError,
         lambda: mp.shardings(
             {"a": {"fc1": {"kernel": jnp.ones((4, 4))}}}, "x: data", "data=4", dims={".*fc1.*kernel": "x y"}

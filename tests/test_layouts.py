@@ -263,6 +263,8 @@ def test_arguments_without_names_are_listed_for_a_dim_that_no_value_has():
         ("batch, seq: data, mlp: model", "separate rules by `;`: `batch, seq: data; mlp: model`"),
         (["batch: data", "mlp: model"], 'in one text, separated by `;`: "batch: data; mlp: model"'),
         ("batch=data; embed=data", "write `:` in rules: `batch: data`"),
+        ("batch data", "did you mean `batch: data`?"),
+        ("batch: data; heads, mlp model", "did you mean `heads, mlp: model`?"),
         ("batch::data", "write `batch:data`"),
         ("batch", "layout rule 'batch' has no `:`"),
         ("batch: ", "'' is not an axis"),

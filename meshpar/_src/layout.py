@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -303,20 +303,31 @@ class Layout:
         """The scopes of this layout that hold for a value: its kind (``params``, ``opt``) and the path patterns."""
         return scopes_of(dict.fromkeys(r.scope for r in self.rules if r.scope is not None), path, kind)
 
-    def check_axes(self, mesh: AnyMesh) -> None:
-        """Raise UnknownAxisError where a rule names an axis that the mesh lacks."""
+    def check_axes(self, mesh: AnyMesh, dims: Collection[str] | None = None) -> None:
+        """Raise UnknownAxisError where a rule names an axis that the mesh lacks; ``dims``: of the program, if it is known."""
         for rule, axis in ((r, a) for r in self.rules for a in r.axes if a not in mesh.shape):
             sizes = mesh_text(mesh.shape)
-            fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * (rule.dim in mesh.shape)
-            same = [a for a in mesh.shape if OTHER_AXES.get(a, a) == OTHER_AXES.get(axis, axis)]
-            named = replace(rule, axes=tuple(same[0] if a == axis else a for a in rule.axes)) if same else rule
-            fixes += [f"write `{named}`"] if same else did_you_mean(axis, mesh.shape, "axes")
+            swapped = rule.dim in mesh.shape and (dims is None or axis in dims)
+            fixes = [f"dim and axis are swapped: write `{axis}: {rule.dim}`"] * swapped
+            known = {OTHER_AXES.get(a, a): a for a in reversed(mesh.shape)}
+            renamed = {a: a if a in mesh.shape else known.get(OTHER_AXES.get(a, a)) for r in self.rules for a in r.axes}
+            same = renamed[axis]
+            named = [replace(r, axes=tuple(renamed[a] or a for a in r.axes)) for r in self.rules]
+            if self.scheme and None not in renamed.values():
+                own = {own: a for a, own in renamed.items()}
+                fixes.append(f'mesh="{mesh_text({own.get(a, a): n for a, n in mesh.shape.items()})}"')
+                fixes.append(f'or layout="{"; ".join(map(str, named))}"')
+            else:
+                fixes += (
+                    [f"write `{named[self.rules.index(rule)]}`"] if same else did_you_mean(axis, mesh.shape, "axes")
+                )
             if not same and not near(axis, mesh.shape):
                 meshes = (mesh_text(_with_axis(mesh.shape, axis, size)) for size in (1, 2))
                 first, *others = dict.fromkeys(f'mp.mesh("{text}")' for text in meshes)
                 fixes.append(f"or give the mesh that axis: {first}; rules for `{axis}` then have no effect")
                 fixes += [f"or, to split over it: {other}" for other in others]
-            headline = f"rule `{rule}` names axis `{axis}`, which the mesh ({sizes}) does not have"
+            of = f" of the scheme `{self.scheme}`" * bool(self.scheme)
+            headline = f"rule `{rule}`{of} names axis `{axis}`, which the mesh ({sizes}) does not have"
             raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
 
     def spec(
@@ -501,7 +512,9 @@ def _parse(text: str) -> Iterable[Rule]:
         left, colon, right = statement.rpartition(":")
         if not colon:
             written = [f"write `:` in rules: `{': '.join(statement.split('=', 1))}`"]
-            other = [*_similar_schemes(statement), "write `dim: axis`, e.g. `batch: data`"]
+            pair = re.fullmatch(r"(\S.*?)\s+([\w+]+)", statement)
+            meant = [f"did you mean `{pair[1]}: {pair[2]}`?"] if pair else []
+            other = [*meant, *_similar_schemes(statement), "write `dim: axis`, e.g. `batch: data`"]
             raise _bad_rule(statement, " has no `:`", *(written if "=" in statement else other))
         right, rounds = _rounds(right, statement)
         axes = _axes(right)

@@ -123,8 +123,8 @@ def mesh(
         has the number of slices that are left, unless ``topology`` or ``devices`` is given.
       names: the axes, if ``spec`` has the sizes alone: ``("data", "model")``.
       topology: devices that are not here: a TPU slice, ``"v5e:16x16"``, or several, ``"2x v5e:16x16"`` (joined by DCN, which the
-        first axes cross: ``"slice=2, data=256"``), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"`` (TensorCores). It needs the compiler's
-        package (``libtpu``, or JAX's CUDA plugin), no hardware.
+        first axes cross: ``"slice=2, data=256"``), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"``
+        (TensorCores). It needs the compiler's package (``libtpu``, or JAX's CUDA plugin), no hardware.
       devices: default: all devices, of every process, of which the first ``prod(sizes)`` are used. Live TPU slices are laid
         out as ``topology`` lays out the same slices.
 

@@ -27,31 +27,29 @@ def array(*shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_a_product_needs_its_operands_and_its_result():
-    memory = plan(lambda a, b: a @ b, array(64, 32), array(32, 128)).memory
-    assert memory.peak == F32 * (64 * 32 + 32 * 128 + 64 * 128)
-    assert memory.by_kind == {"other inputs": F32 * (64 * 32 + 32 * 128), "temporaries": F32 * 64 * 128}
+def read_twice(z, a, b):
+    return z @ a, z @ b
 
 
-def test_what_two_products_read_is_stored_if_it_follows_from_two_arrays():
-    def fn(x, y, a, b):
-        z = x * y
-        return (z @ a).sum() + (z @ b).sum()
-
-    n = 64 * 64
-    memory = plan(fn, array(64, 64), array(64, 64), array(64, 64), array(64, 64)).memory
-    # four arguments, z, a product at a time, and the sums, which are made with the products
-    assert memory.peak == F32 * (6 * n + 2)
+SQUARE = 64 * 64
 
 
-def test_what_follows_from_one_array_is_computed_twice_instead():
-    def fn(x, a, b):
-        z = jnp.exp(x) * 2
-        return z @ a, z @ b
-
-    n = 64 * 64
-    memory = plan(fn, array(64, 64), array(64, 64), array(64, 64)).memory
-    assert memory.peak == F32 * 5 * n  # three arguments, two results, no z
+@pytest.mark.parametrize(
+    ("fn", "arguments", "elements"),
+    [
+        (lambda a, b: a @ b, 2, 3 * SQUARE),
+        # two products read what follows from two arrays: that, a product at a time, and the sums, made with the products
+        (lambda x, y, a, b: sum(p.sum() for p in read_twice(x * y, a, b)), 4, 6 * SQUARE + 2),
+        (lambda x, a, b: read_twice(jnp.exp(x) * 2, a, b), 3, 5 * SQUARE),  # from one array: each product computes it
+    ],
+)
+def test_what_products_read_is_stored_if_it_follows_from_two_arrays(fn, arguments, elements):
+    memory = plan(fn, *[array(64, 64)] * arguments).memory
+    assert memory.peak == F32 * elements
+    assert memory.by_kind == {
+        "other inputs": F32 * arguments * SQUARE,
+        "temporaries": F32 * (elements - arguments * SQUARE),
+    }
 
 
 def test_a_donated_argument_gives_way_to_its_result():

@@ -92,11 +92,20 @@ def test_chips_that_are_not_known_are_refused_with_those_that_are(text):
     assert any("v5litepod-" in fix for fix in error.value.fixes)
 
 
-@pytest.mark.parametrize(("text", "meant"), [("h100x8", "h100:8"), ("8xH100", "h100:8"), ("v5e-16x16", "v5e:16x16")])
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("h100x8", "h100:8"),
+        ("8xH100", "h100:8"),
+        ("v5e-16x16", "v5e:16x16"),
+        ("4 h100:8", "4x h100:8"),
+        ("2xh1000:8", "2x h100:8"),
+    ],
+)
 def test_the_topology_that_another_notation_means_is_named(text, meant):
     with pytest.raises(MeshError, match="is not known") as error:
         parse_topology(text)
-    assert error.value.fixes[0] == f"did you mean {meant}?"
+    assert error.value.fixes[0] == f'did you mean "{meant}"?'
 
 
 def test_every_shape_of_a_chip_exists_and_its_text_is_read_back():

@@ -175,6 +175,20 @@ def test_a_ring_of_a_long_sequence_balances_itself():
     assert wide.seconds < uneven.seconds
 
 
+def test_the_program_runs_the_strategy_that_is_planned():
+    """Also over an axis that is three dimensions of a torus, over which a ring and Ulysses together would be possible."""
+
+    def gradients(q, k, v):
+        attend = lambda *xs: mp.layers.attention(*xs, causal=True, implementation="xla")  # noqa: E731
+        return jax.grad(lambda *xs: jnp.sum(attend(*xs).astype(jnp.float32)), (0, 1, 2))(q, k, v)
+
+    x = jax.ShapeDtypeStruct((1, 65536, 4, 128), jnp.bfloat16)
+    where = {"mesh": "context=8", "topology": "v5p:2x2x2", "layout": "seq: context", "lowering": "shard_map"}
+    plan = mp.plan(gradients, x, x, x, dims={"*": "batch seq heads head_dim"}, **where)
+    assert {c.op for c in plan.collectives} == {"collective-permute"}
+    assert not [cause for cause in plan.prove().failed if cause.op == "plan"]
+
+
 def test_tokens_of_packed_documents_in_a_balanced_order(grid):
     q, k, v, ids = arrays()
     order = mp.data.balance(ids, devices=4, blocks=4)

@@ -188,13 +188,19 @@ def test_two_towers():
     assert found["state/params/text/enter"] == "vocab embed"
 
 
-def test_experts_by_ragged_matmuls_and_by_stacks():
+@pytest.mark.parametrize("name", [None, "expert", "choice"])
+def test_experts_by_ragged_matmuls_and_by_stacks(name):
+    """A name that the program gives to a mask of the dispatch does not turn the inference off."""
+
     def loss(params, batch):
         x = params["table"][batch["tokens"]]
         _, best = jax.lax.top_k(x @ params["router"], 1)
         places = jax.nn.one_hot(best[..., 0], 4)[..., None] * jax.nn.one_hot(jnp.arange(x.shape[1]) % 5, 5)[:, None]
+        places = mp.named(places, f"_ _ {name} _") if name else places
         sent = jnp.einsum("bse,bsnc->nbce", x, places)
+        sent = mp.rename(sent, choice="expert") if name == "choice" else sent
         y = jnp.einsum("nbcm,nme->nbce", jax.nn.gelu(jnp.einsum("nbce,nem->nbcm", sent, params["up"])), params["down"])
+        y = mp.rename(y, expert="choice") if name == "choice" else y
         x += jnp.einsum("nbce,bsnc->bse", y, places)
         flat, sizes = x.reshape(-1, x.shape[-1]), jnp.full(4, x.size // x.shape[-1] // 4, I32)
         y = jax.lax.ragged_dot(jax.nn.gelu(jax.lax.ragged_dot(flat, params["up2"], sizes)), params["down2"], sizes)
@@ -202,9 +208,14 @@ def test_experts_by_ragged_matmuls_and_by_stacks():
 
     up, down = (4, EMBED, MLP), (4, MLP, EMBED)
     sizes = {"table": (VOCAB, EMBED), "router": (EMBED, 4), "up": up, "down": down, "up2": up, "down2": down}
-    found = dims_of(*trained(loss, shapes(sizes)), batch_of())
+    step = trained(loss, shapes(sizes))
+    found = dims_of(*step, batch_of())
     assert found["state/params/up"] == found["state/params/up2"] == "expert embed mlp"
     assert found["state/params/down"] == found["state/params/down2"] == "expert mlp embed"
+    assert (found["state/params/table"], found["batch/tokens"]) == ("vocab embed", "batch seq")
+    with pytest.raises(mp.errors.UnknownDimError, match="did you mean `expert`") as e:
+        mp.plan(*step, batch_of(), mesh="data=4", layout="experts: data")
+    assert "probably meant" not in str(e.value)
 
 
 def test_a_convolutional_net_with_squeeze_and_excitation():
@@ -427,6 +438,7 @@ def test_an_unknown_dim_has_the_inferred_names_in_its_error():
     with pytest.raises(mp.errors.UnknownDimError, match=r"names are inferred from uses: embed \(24\)") as e:
         mp.plan(step, state, batch_of(), mesh="data=4", layout="expert: data")
     assert "`mlp` is probably meant" in str(e.value)
+    assert "turned inference off" not in str(e.value)
 
 
 def test_an_unknown_dim_shows_heads_and_head_dim_that_are_one_dim():
@@ -455,6 +467,8 @@ def test_nothing_is_inferred_if_something_is_named():
     step, state = trained(*decoder())
     found = dims_of(step, state, batch_of(), dims={"*/up": "embed mlp"})
     assert found["state/params/table"] == "_ embed"
+    with pytest.raises(mp.errors.UnknownDimError, match="turned inference off"):
+        mp.plan(step, state, batch_of(), mesh="data=4", layout="vocab: data", dims={"*/up": "embed mlp"})
 
 
 def test_metadata_counts_as_names():

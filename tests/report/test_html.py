@@ -197,3 +197,18 @@ def test_other_files(page, tmp_path):
     assert (tmp_path / "plan.txt").read_text() == str(plan)
     with pytest.raises(UnsupportedError, match=r"cannot be saved as `\.pdf`"):
         plan.save(tmp_path / "plan.pdf")
+
+
+def test_bars_and_legend_of_gpus_have_their_parts_only():
+    """GPUs have no vector units of their own, and the colour of `slice` is of collectives over several axes."""
+    plan = planned("batch, embed: slice+data", "2x h100:8", "slice=2, data=8")
+    assert {c.axes for c in plan.collectives} == {("slice", "data")}
+    text = plan_page(plan)
+    assert "collectives over slice+data<" in text
+    assert "collectives over slice<" not in text
+    assert "vector units alone" not in text
+    assert "returns at the opposite side" not in text
+    other = plan_page(planned(topology="v5e:4x4", mesh="data=4, model=4"))
+    assert "collectives over data<" in other
+    assert "vector units alone" in other
+    assert "returns at the opposite side" in other

@@ -681,3 +681,12 @@ def test_a_descent_passes_a_candidate_that_is_no_better():
     found = mp.search(step, *args, topology="v5p:8x8x8", dims=dims, max_axes=2)
     (scheme,) = [row for row in found.rows if row.name == "fsdp_tensor"]
     assert found.best.seconds < 0.97 * scheme.seconds
+
+
+def test_an_input_that_is_longer_by_one_than_its_activations_is_not_reported():
+    """`tokens[:, :-1]` has 128 positions, which 2 divides; the argument has 129."""
+    got = mp.search(
+        lambda state, tokens: train_step(state, tokens[:, :-1]), *model(16, 129, 256, 512, 256), topology="v5e:2x2", dims=DIMS
+    )  # fmt: skip
+    assert any(row.name == "sequence_parallel" for row in got.rows)
+    assert not any(row.undivided for row in got.rows)

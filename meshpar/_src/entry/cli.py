@@ -39,7 +39,7 @@ from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
 from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
-from ..options import add_flags, given_flags
+from ..options import add_flags, flag_of, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
     given = sys.argv[1:] if argv is None else list(argv)
     if not given:
-        print(START)
+        print(_start(columns(sys.stdout)))
         return 0
     args, unknown = parser.parse_known_args(given)
     if unknown:
@@ -126,12 +126,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = shown
 
 
+def _start(width: int) -> str:
+    """:data:`START` in lines of ``width`` columns; where one would be longer, descriptions are below their commands."""
+    wide = max(map(len, START.splitlines())) <= width
+    narrow = re.sub(r"(?m)^(  meshpar \w+ +\S.*?) {4}(?=\w)", r"\1\n      ", START)
+    return _Help("meshpar")._fill_text(START if wide else narrow, width, "")
+
+
 def _show_error(error: MeshparError) -> None:
     """Print an error to stderr: the class in red, the fixes in green, and facts and fixes wrapped in their column."""
     head, *lines = str(error).split("\n")
     shown, style = list[Any]([Text.assemble((type(error).__name__, "bold red"), f": {head}")]), ""
     for line in lines:
-        line = re.sub(r'mp\.mesh\(("[^"]*")\)|\bmesh=(?=")', lambda call: f"--mesh {call[1] or ''}", line)
+        line = re.sub(r'mp\.mesh\(("[^"]*")\)', r"mesh=\1", line)
+        line = re.sub(r'\b(mesh|layout)=(?=")', r"--\1 ", line)
         fact = re.match(r"  (tensor|pattern|dims|rule|at|fix|) *(?<= {2}.{7} )(?=\S)", line)
         style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
         shown.append(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
@@ -471,8 +479,8 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
     """The line of another command for the same target, its arguments, the topology and the options of the step, with some flags."""
     words = ["meshpar", command, args.target]
     given = {"set": args.set, "args": args.arguments, "dims": args.dims, "topology": args.topology}
-    fields = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
-    given |= {f.metadata["flag"][2:]: v for f in fields if (v := getattr(args, f.name, f.default)) != f.default}
+    options = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
+    given |= {flag_of(f)[2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default}
     for name, value in {**given, **flags}.items():
         value = ",".join(f"{old}={new}" for old, new in value.items()) if isinstance(value, dict) else value
         for text in value if isinstance(value, list) else [value] * (value is not None):
@@ -549,7 +557,7 @@ def _lab(args: argparse.Namespace) -> int:
     given = parse_options(args.set)
     target = _loaded(args, given)
     layout = None if args.layout is None else _layout(args, target, args.layout)
-    mesh = _mesh(args, args.mesh, args.topology, layout)
+    mesh = _mesh(args, args.mesh, args.topology, layout or "")
 
     def lab(target: Target, layout: str | None) -> mp.types.Lab:
         """The lab of a target under ``layout``."""
@@ -604,7 +612,7 @@ def _search(args: argparse.Namespace) -> int:
     if args.topology is None:
         raise TargetError(
             "no machine is given: a search needs a chip, for its memory and for times",
-            fixes=["--topology v5e:2x4 has 8 chips; nothing runs on them"],
+            fixes=['--topology v5e:2x4 has 8 chips, --topology "4x h100:8" 32 GPUs; nothing runs on them'],
         )
     layouts = [_layout(args, target, text) for text in args.layout]
     steps = {name: each.step for name, each in targets.items()}
@@ -784,7 +792,7 @@ def _where(args: argparse.Namespace, target: Target, *where: str | None) -> tupl
     mesh = _mesh(args, given, topology, layout)
     if layout is None:
         layout = _default_layout(args, target, mesh, topology)
-        _say(args, f"default  layout: {'FSDP' if ';' in layout else layout} over the first axis")
+        _say(args, f"default  layout: {layout}")
     return mesh, layout
 
 
@@ -795,14 +803,14 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` for a layout with
-    the axis between slices."""
+    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` over several
+    slices, unless a layout is given that lacks the axis between slices."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
         where = parse_topology(topology)
         mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
-        if where.slices > 1 and BETWEEN_SLICES in mp.Layout(layout or "").axes:
+        if where.slices > 1 and (layout is None or BETWEEN_SLICES in mp.Layout(layout).axes):
             mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
             what = f"the slices of {topology}, and one axis in each"
         _say(args, f"default  mesh: {mesh}, {what}")
@@ -820,19 +828,18 @@ def _layout(args: argparse.Namespace, target: Target, text: str) -> str:
     """
     if ":" in text or not text.strip():
         return text
-    if "=" in text:
-        return str(mp.Layout(text))  # an error that says how rules are written
     for name in (text, scheme_name(text)):
         if name in target.layouts:
             return target.layouts[name]
-    rules = scheme_text(text)
-    if rules is not None:
-        return str(mp.Layout(rules))
+    if scheme_text(text) is not None:
+        return text
+    if re.search(r"[=\s]", text.strip()):
+        return str(mp.Layout(text))  # an error that says how rules are written
     known = ", ".join(target.layouts) or "none"
     raise TargetError(
         f"there is no layout {text!r}: it has no rule `dim: axis`, and the target's LAYOUTS are: {known}",
         fixes=[
-            *(f"did you mean {name}?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
+            *(f"did you mean `{name}`?" for name in (near(text, target.layouts) or similar_schemes(text))[:1]),
             f"those for every model are {', '.join(PRESETS)}; each of them also inside of stages, `fsdp+pipeline`",
         ],
     )
@@ -844,13 +851,14 @@ def _layouts(args: argparse.Namespace, target: Target, given: Sequence[str] | No
 
 
 def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topology: str | None) -> str:
-    """The text of FSDP over the first axis of the mesh, with the rules whose dims exist.
+    """The text of FSDP over the first axis of the mesh, with the rules whose dims exist. On a mesh whose first axis is ``slice``:
+    HSDP over the first two axes or, if that does not fit the memory, FSDP over both.
 
     Raises:
       TargetError: the target has neither dim.
     """
     bare = _traced(args, target, mesh, topology, "")
-    axis = next(iter(bare.sizes))
+    axis, *others = bare.sizes
     names = bare.program.all_names()
     dims = [d for d in ("batch", "embed") if d in names]
     if not dims:
@@ -858,7 +866,14 @@ def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topolog
             f"{target.name} has neither a dim `batch` nor a dim `embed` for the default layout",
             fixes=[f"say one: --layout 'dim: {axis}'", f"its dims are {', '.join(sorted(names)[:12])}"],
         )
-    return "; ".join(f"{d}: {axis}" for d in dims)
+    if axis != BETWEEN_SLICES or not others:
+        return "; ".join(f"{d}: {axis}" for d in dims)
+    both = f"{axis}+{others[0]}"
+    hsdp, fsdp = ("; ".join(f"{d}: {both if d == 'batch' else weights}" for d in dims) for weights in (others[0], both))
+    if fits(bare.replan(layout=hsdp)) is not False:
+        return hsdp
+    _say(args, f"default  `{hsdp}` does not fit: weights are sharded over `{axis}` too")
+    return fsdp
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:

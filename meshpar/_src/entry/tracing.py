@@ -172,9 +172,7 @@ def trace_call(
     given = any(name for dims in annotations for name in dims or ())
     unnamed = not init and (patterns.auto or (patterns.auto is None and not given))
     program = named_by(patterns, annotations, used, live_only=unnamed)
-    if unnamed and not patterns.auto and program.all_names():  # of constraints
-        unnamed, program = False, named_by(patterns, annotations, used, live_only=False)
-    if unnamed:
+    if unnamed:  # names of constraints and of mp.named stay
         program.inferred = inferred_dims(program)
     elif not init and patterns.auto is None:
         program.inferred = inferred_dims_of_data(program)

@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from ...errors import MeshError, TorusWarning
 from ..compat.devices import device_mesh, gpu_topology, is_compile_only, tpu_topology, unknown_options
 from ..compat.jax import user_stacklevel
+from ..dims import near
 from ..layout import AnyMesh
 from ..units import mesh_text
 from .chips import CHIPS, Chip, chip_of_kind
@@ -164,9 +165,12 @@ def _nearest(chip: Chip, chips: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _unknown_chip(text: str, name: str) -> MeshError:
     detail = f": there is no chip {name!r}" if name and name not in CHIPS else ""
-    m = re.fullmatch(r"(?:(\d+) ?x ?)?([a-z]\w*?)(?:[x\- ](\d[\dx]*))?", text.strip().lower())
-    size = m and (m[3] or m[1])  # h100x8, 8xh100
-    similar = [f"did you mean {m[2]}:{size}?"] if m and size and m[2] in CHIPS else []
+    m = re.fullmatch(r"(?:(\d+) ?x? ?)?([a-z]\w*?)(?:[x\-: ](\d[\dx]*))?", text.strip().lower())
+    similar = []
+    if m and (size := m[3] or m[1]):  # h100x8, 8xh100, 4 h100:8, h1000:8
+        slices = f"{m[1]}x " if m[1] and m[3] else ""
+        meant = (f"{slices}{chip}:{size}" for chip in near(m[2], CHIPS, 0.8)[:1])
+        similar = [f'did you mean "{each}"?' for each in meant if _TOPOLOGY.match(each)]
     return MeshError(f"topology {text!r} is not known{detail}", fixes=[*similar, *_known()])
 
 

@@ -155,10 +155,8 @@ def microbatches_for(batch: int, *, rows: int, mesh: AnyMesh, layout: Any, dim: 
       64
     """
     if rows < 1:
-        raise LayoutSyntaxError(
-            f"mp.train.microbatches_for: rows={rows}, which must be at least 1",
-            fixes=["rows of a microbatch on one device: at least 1"],
-        )
+        text = f"mp.train.microbatches_for: rows={rows}, which must be at least 1"
+        raise LayoutSyntaxError(text, fixes=["rows of a microbatch on one device: at least 1"])
     spec = Layout(layout).spec((dim,), mesh, (batch,), path="the batch")
     parts = math.prod(mesh.shape[a] for a in axes_of_spec(spec, 1)[0])
     each = batch // parts

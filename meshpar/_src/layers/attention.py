@@ -6,6 +6,7 @@ that the forward op is not recomputed. The result does not depend on the layout.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from ...errors import MeshparError, RankError
 from ..compat.jax import default_promotion
 from ..program.declare import kernel_rule
 from ..program.kernels import KernelSend, KernelWork, ShardCounts
+from ..rules.spmd import GroupedAxes
 
 Options = tuple[tuple[str, Any], ...]
 OUT = "batch {seq} (kv_heads group) value_dim!"
@@ -97,9 +99,9 @@ def attention(
     options |= {"strategy": strategy, "zigzag": 1, **tuning}
     static = tuple(sorted(options.items()))
     operands = _unpack((q, k, v, *more), form)
-    _plan(operands, {}, {**options, "strategy": "ring"})  # on one device: all but the strategy
+    _plan(operands, {}, {**options, "strategy": "ring"}, {})  # on one device: all but the strategy
     if strategy not in (None, "ring"):
-        _plan(operands, {}, options)
+        _plan(operands, {}, options, {})
     return _attend(static, form, q, k, v, *more)
 
 
@@ -123,7 +125,7 @@ def _plan(
     operands: api.Operands,
     axes: Mapping[str, tuple[str, ...]],
     options: Mapping[str, Any],
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, int],
 ) -> api.Plan:
     """The :class:`Plan` of ``meshpar_kernels.ring_attention``: the strategy, kernel and block sizes for the operands of
     one device.
@@ -132,19 +134,29 @@ def _plan(
       operands: q, k, v and segment ids; shards, or their ``ShapeDtypeStruct``s.
       axes: ``"seq"`` → the mesh axes that shard the sequence; other factors are ignored.
       options: keyword arguments of ``ring_attention.Options``.
-      sizes: mesh axis → size; None: as in the surrounding ``shard_map``.
+      sizes: mesh axis → size.
 
     Raises:
       MeshparError: shapes or options that do not fit.
     """
-    over = {a: lax.axis_size(a) if sizes is None else sizes[a] for a in axes.get("seq", ())}
+    over = {a: sizes[a] for a in axes.get("seq", ()) if sizes[a] > 1}
     try:
-        return api.plan(operands, {a: n for a, n in over.items() if n > 1}, api.Options(**options))
+        return api.plan(operands, over, api.Options(**options))
     except ValueError as error:
-        raise MeshparError(
-            str(error).replace("ring_attention:", "mp.layers.attention:", 1),
-            fixes=["sizes, axes and options as in the docstring of mp.layers.attention"],
-        ) from None
+        text = str(error).replace("ring_attention:", "mp.layers.attention:", 1)
+        raise MeshparError(text, fixes=["sizes, axes and options as in the docstring of mp.layers.attention"]) from None
+
+
+def _local_plan(operands: api.Operands, axes: Mapping[str, tuple[str, ...]], options: Mapping[str, Any]) -> api.Plan:
+    """The plan within a ``shard_map``. The strategy is chosen for the axes of the planned mesh, as the planner chooses it, and runs
+    over the axes that these are divided into on a torus."""
+    over = axes.get("seq", ())
+    groups = over.groups if isinstance(over, GroupedAxes) else {a: (a,) for a in over}
+    sizes = {a: math.prod(map(lax.axis_size, names)) for a, names in groups.items()}
+    c, strategy = _plan(operands, {"seq": tuple(groups)}, options, sizes)
+    names = tuple(n for a in c.axes for n in groups[a])
+    inner = sum(len(groups[a]) for a in c.axes[len(c.axes) - c.inner :])
+    return api.Plan(dataclasses.replace(c, axes=names, sizes=tuple(map(lax.axis_size, names)), inner=inner), strategy)
 
 
 # -- the two ops
@@ -163,7 +175,7 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def local(*args: Any, way: int, axes: Mapping[str, tuple[str, ...]], **options: Any) -> Any:
         operands, results = _unpack(args, form), args[3 + form.ids + form.placed :]
         run = api.backward if way else api.forward
-        return run(_plan(operands, axes, options), operands, *results)
+        return run(_local_plan(operands, axes, options), operands, *results)
 
     def sends(avals: Sequence[Any], parts: ShardCounts, *, way: int, **options: Any) -> list[KernelSend]:
         """The collectives of one pass on one device; ``way`` is 0 for the forward pass, and 1 for the backward pass."""

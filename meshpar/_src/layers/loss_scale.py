@@ -63,10 +63,8 @@ class LossScale:
         if isinstance(self.scale, int | float) and not 0 < self.scale < float("inf"):
             raise UnsupportedError(f"mp.train.LossScale: scale={self.scale}, which must be above 0", fixes=["2.0**15"])
         if not self.factor > 1 or self.period < 1:
-            raise UnsupportedError(
-                f"mp.train.LossScale: factor={self.factor} and period={self.period}; the scale would not grow",
-                fixes=["factor=2.0, period=2000"],
-            )
+            text = f"mp.train.LossScale: factor={self.factor} and period={self.period}; the scale would not grow"
+            raise UnsupportedError(text, fixes=["factor=2.0, period=2000"])
         for name, dtype in (("scale", np.float32), ("steps", np.int32), ("skipped", np.int32)):
             if isinstance(getattr(self, name), int | float):
                 object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
@@ -139,14 +137,11 @@ def noise_scale(small: Any, large: Any, *, batch: tuple[int, int]) -> NoiseScale
     """
     b, large_batch = batch
     if not 0 < b < large_batch:
-        raise UnsupportedError(
-            f"mp.train.noise_scale: batch={batch}: the first size must be below the second", fixes=["batch=(32, 256)"]
-        )
+        text = f"mp.train.noise_scale: batch={batch}: the first size must be below the second"
+        raise UnsupportedError(text, fixes=["batch=(32, 256)"])
     if jax.tree.structure(small) != jax.tree.structure(large):
-        raise UnsupportedError(
-            "mp.train.noise_scale: the trees of gradients have different structures",
-            fixes=["gradients of the same parameters"],
-        )
+        text = "mp.train.noise_scale: the trees of gradients have different structures"
+        raise UnsupportedError(text, fixes=["gradients of the same parameters"])
 
     def squared(g: jax.Array, like: jax.Array) -> jax.Array:
         total = jnp.square(g.astype(jnp.float32)).sum()

@@ -66,10 +66,9 @@ def offload(tx: optax.GradientTransformation, *, layers: int | None = None) -> o
         step = _Step(tx, _owners(tx, state, updates), updates, state, params)
         stacked = [k for k, x in enumerate(step.updates) if layers is not None and jnp.ndim(x) > 1 and len(x) == layers]
         if layers is not None and not stacked:
-            raise UnsupportedError(
-                f"mp.train.offload: no parameter has {layers} layers: none has this leading size",
-                fixes=["layers= is the number of layers of stacked parameters; leave it out where none are stacked"],
-            )
+            text = f"mp.train.offload: no parameter has {layers} layers: none has this leading size"
+            fixes = ["layers= is the number of layers of stacked parameters; leave it out where none are stacked"]
+            raise UnsupportedError(text, fixes=fixes)
         step.check(stacked)
         if stacked:
             step.in_loop(stacked, layers or 0)

@@ -52,10 +52,8 @@ def recurrence(step: Callable[[Any, Any], tuple[Any, Any]], state: Any, xs: Any)
     state = jax.tree.map(jnp.asarray, state)
     lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(xs)}
     if len(lengths) != 1 or lengths <= {(), (0,)}:
-        raise UnsupportedError(
-            "mp.layers.recurrence: xs needs arrays with one leading dim of at least 1",
-            fixes=["jax.lax.scan(step, state, None, length=…) for steps without x"],
-        )
+        text = "mp.layers.recurrence: xs needs arrays with one leading dim of at least 1"
+        raise UnsupportedError(text, fixes=["jax.lax.scan(step, state, None, length=…) for steps without x"])
     scales = _scale_dims(step, state, xs)
 
     def pair(x: Any) -> tuple[Any, Any]:

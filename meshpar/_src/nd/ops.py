@@ -44,11 +44,8 @@ def einsum(*xs: Any, out: DimsLike | None = None, reduced: DimsLike | None = Non
     given = [*dim_names(out or ()), *dim_names(reduced or ())]
     for d in given:
         if d not in every:
-            raise UnknownDimError(
-                f"mp.nd.einsum: no array has the dim `{d}`: {', '.join(f'({described(x)})' for x in operands)}",
-                dim=d,
-                fixes=did_you_mean(d, filter(None, every), "dims"),
-            )
+            text = f"mp.nd.einsum: no array has the dim `{d}`: {', '.join(f'({described(x)})' for x in operands)}"
+            raise UnknownDimError(text, dim=d, fixes=did_you_mean(d, filter(None, every), "dims"))
     if out is None:
         shared = [d for d in every if sum(d in x.dims for x in operands) > 1]
         given = [d for d in every if d not in (shared if reduced is None else given)]
@@ -142,10 +139,8 @@ def transpose(x: Any, dims: DimsLike) -> Named:
     """
     x, to = as_named(x), dim_names(dims)
     if set(to) != set(x.dims):
-        raise RankError(
-            f"mp.nd.transpose: ({described(x)}) to {' '.join(to)!r}, which are not the same dims",
-            fixes=["mp.nd.rename renames dims, mp.nd.split and mp.nd.merge change them"],
-        )
+        text = f"mp.nd.transpose: ({described(x)}) to {' '.join(to)!r}, which are not the same dims"
+        raise RankError(text, fixes=["mp.nd.rename renames dims, mp.nd.split and mp.nd.merge change them"])
     return Named(transposed(x, to), to)
 
 
@@ -172,10 +167,8 @@ def reshape(x: Any, dims: DimsLike, **sizes: int) -> Named:
     fits = x.array.size % rest == 0 if -1 in shape else x.array.size == rest
     if shape.count(-1) > 1 or set(sizes) - set(to) or not fits:
         wanted = " ".join(f"{d}={'?' if n == -1 else n}" for d, n in zip(to, shape, strict=True))
-        raise RankError(
-            f"mp.nd.reshape: ({described(x)}) does not fit ({wanted})",
-            fixes=["sizes of the new dims as keyword arguments; one may be left out"],
-        )
+        text = f"mp.nd.reshape: ({described(x)}) does not fit ({wanted})"
+        raise RankError(text, fixes=["sizes of the new dims as keyword arguments; one may be left out"])
     shape = [n if n != -1 else x.array.size // rest for n in shape]
     # a merged or split dim takes the new name before the reshape, so that the old and the new name are two dims
     old, new = ({math.prod(s[i:]): d for i, d in enumerate(dims)} for s, dims in ((x.array.shape, x.dims), (shape, to)))
@@ -226,12 +219,9 @@ def index(x: Any, **at: int | slice) -> Named:
     where: list[Any] = [slice(None)] * len(x.dims)
     for d, i in at.items():
         if isinstance(i, bool) or not isinstance(i, int | np.integer | slice):
-            raise LayoutSyntaxError(
-                f"mp.nd.index: {d}={i!r} is no integer or slice",
-                fixes=[
-                    f"mp.nd.gather(x, indices, {d!r}) takes indices that are arrays; mp.nd.where selects by booleans"
-                ],
-            )
+            text = f"mp.nd.index: {d}={i!r} is no integer or slice"
+            fixes = [f"mp.nd.gather(x, indices, {d!r}) takes indices that are arrays; mp.nd.where selects by booleans"]
+            raise LayoutSyntaxError(text, fixes=fixes)
         where[position(x, d, "index")] = i
     dims = tuple(d for d, i in zip(x.dims, where, strict=True) if isinstance(i, slice))
     return Named(x.array[tuple(where)], dims)

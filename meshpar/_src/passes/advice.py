@@ -8,17 +8,22 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from ...errors import IndivisibleWarning, LoweringWarning, MeshparError, ReplicatedWarning
 from ..compat.jax import function_name, user_stacklevel
 from ..cost.caching import with_shared_results
+from ..hardware.topology import parse_topology
+from ..layout import BETWEEN_SLICES, Layout
 from ..mesh import planned_mesh
 from ..plan.checks import kernel_rule_text, sequence_name, unnamed_results, unnamed_weights
 from ..plan.collectives import dcn_bytes_sent
 from ..plan.plan import Plan
+from ..program.guessed_names import GIVEN
 from ..program.ir import Op
 from ..program.pipeline import stack_notes
 from ..program.roles import unread_state
-from ..units import format_bytes
+from ..units import format_bytes, mesh_text
 from .indivisible import (
     MIN_EXCESS_BYTES,
     bytes_caused,
@@ -44,7 +49,8 @@ def with_notes(plan: Plan) -> Plan:
     idle = ", ".join(f"`{a}`" for a in idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
-    if inferred := plan.program.traced.inferred:
+    guessed = plan.program.traced.inferred.items()
+    if inferred := [path for path, votes in guessed if any(vote and vote.weight < GIVEN for vote in votes)]:
         weights = any(v.kind == "params" and v.path in inferred for v in plan.program.inputs)
         names = "the names of dims" + f" of {', '.join(inferred)}" * (not weights)
         notes.append(f"{names} are inferred from their uses: mp.infer_dims or `meshpar names` lists the names")
@@ -89,16 +95,42 @@ def _slice_traffic(plan: Plan) -> str | None:
     traffic = [
         (dcn_bytes_sent(c, plan.torus) * c.runs, c)
         for c in plan.collectives
-        if c.count != 1 and (c.op not in ("all-reduce", "reduce-scatter") or set(c.dims.split()) - weights)
+        if c.count != 1 and (c.op not in ("all-reduce", "reduce-scatter") or set(c.dims.split()) - {*weights, "_"})
     ]
     total, (_, largest) = sum(sent for sent, _ in traffic), max(traffic, key=lambda x: x[0], default=(0.0, None))
     if not total or largest is None:
         return None
     return (
         f"each layer waits for other slices: {total / 1e9:.3g} GB a device in a step, most of it {largest.op} over "
-        f"{'+'.join(largest.axes)} of `{largest.dims}` ({largest.cause}); keep weights within a slice, and split only the batch "
-        "over slices: `batch: slice+data; embed: data`"
+        f"{'+'.join(largest.axes)} of `{largest.dims}` ({largest.cause}){_fix_of_slices(plan)}"
     )
+
+
+def _fix_of_slices(plan: Plan) -> str:
+    """The edits with which only the batch is split over slices: a first axis of the mesh between slices alone, and rules that shard
+    nothing else over it; "": the plan has both."""
+    given = plan.topology and parse_topology(plan.topology).slices
+    slices = given or len({d.slice_index for d in np.ravel(plan.mesh.devices)})
+    sizes, over, left, edits = dict(plan.sizes), list[str](), slices, list[str]()
+    for axis, size in plan.sizes.items():  # the first axes are between slices
+        over += [axis] * (left > 1)
+        left, sizes[axis] = left // math.gcd(size, left), size // math.gcd(size, left)
+    text = "keep weights within a slice, and split only the batch over slices"
+    if sizes[over[-1]] > 1 or (plan.sizes.get(BETWEEN_SLICES) == slices and over[0] != BETWEEN_SLICES):
+        text = f"the mesh axis `{over[-1]}` crosses slices"
+        if plan.sizes.get(BETWEEN_SLICES) == slices:
+            sizes, text = dict(plan.sizes), f"{text}, since `{BETWEEN_SLICES}` is not first"
+        sizes = {BETWEEN_SLICES: slices, **{a: n for a, n in sizes.items() if a != BETWEEN_SLICES and n > 1}}
+        edits, over = [f'--mesh "{mesh_text(sizes)}"'], [BETWEEN_SLICES]
+    else:
+        sizes = dict(plan.sizes)
+    kept = [
+        replace(r, axes=tuple(a for a in r.axes if a in sizes and a not in over)) for r in plan.requested_layout.rules
+    ]
+    kept = [replace(r, axes=(*over, *r.axes)) if (r.dim, r.scope) == ("batch", None) else r for r in kept]
+    layout = Layout("; ".join(str(r) for r in kept if r.axes))
+    edits += [f'--layout "{layout}"'] * (layout != plan.requested_layout)
+    return f"; {text}: {' '.join(edits)}" if edits else ""
 
 
 def warn(plan: Plan) -> None:

@@ -31,11 +31,9 @@ RELATED = {
     "mlp": ("rank", "channels", "embed"),
     "embed": ("channels", "mlp"),
     "heads": ("kv_heads", "head_dim"),
-    "kv_heads": ("heads",),
     "vocab": ("classes", "embed"),
     "seq": ("height",),
     "expert": ("mlp",),
-    "experts": ("expert",),
     "channels": ("embed", "mlp"),
 }
 """Dims of the known schemes → other inferred names of a dim that may be meant, the likeliest first."""
@@ -126,7 +124,7 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
 
 
 def _inferred_names(program: Program, dim: str) -> list[str]:
-    """The fix for an unknown dim if names are inferred: the names that there are, and the one that is probably meant."""
+    """The fixes for an unknown dim if names are inferred, or could be: the names that there are, and the one probably meant."""
     unifier, sizes = program.unifier, defaultdict[str, dict[str, None]](dict)
     for v in program.inputs:
         votes = program.inferred.get(v.path or "", ())
@@ -135,9 +133,15 @@ def _inferred_names(program: Program, dim: str) -> list[str]:
             if vote is not None:
                 width = size if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
                 sizes[vote.name][f"{size // width} × {width}" if width < size else f"{size}"] = None  # with head_dim
-    meant = next((f"; `{name}` is probably meant" for name in RELATED.get(dim, ()) if name in sizes), "")
+    related = () if near(dim, program.all_names()) else RELATED.get(dim, ())
+    meant = next((f"; `{name}` is probably meant" for name in related if name in sizes), "")
     shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
-    return [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
+    fixes = [f"names are inferred from uses: {shown}{meant}; mp.infer_dims lists them to be changed"] if sizes else []
+    if any(v.kind != "opt" and v.path not in program.inferred and None in program.dims(v) for v in program.inputs):
+        fixes.append(
+            'dims= or metadata turned inference off: dims={…, "*": "auto"} (--dims auto) infers the other names'
+        )
+    return fixes
 
 
 def sequence_name(program: Program, missing: Collection[str]) -> list[str]:
@@ -346,22 +350,22 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
         return
     value, i, rule = min(named, key=lambda r: r[0].kind == "opt")
     annotation, program = cast(tuple, value.annotation), assignment.program
-    inside = program.cached(sizes_in_results).get(str(annotation[i]))
+    inside, size = program.cached(sizes_of_results).get(annotation[i]), value.shape[i]
     raise divisibility_error(
         path=value.path or "an input", shape=value.shape,
         dims=format_dims(annotation) + " (inferred; dims= gives other names)" * (value.path in program.traced.inferred),
-        dim=str(annotation[i]), size=value.shape[i], rule=rule, sizes=assignment.sizes,
+        dim=str(annotation[i]), size=size, rule=rule, sizes=assignment.sizes,
         dtype=value.aval.dtype,
         optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
-        inside=None if inside == value.shape[i] else inside,
+        inside=None if inside == size else inside,
     )  # fmt: skip
 
 
-def sizes_in_results(program: Program) -> dict[str, int]:
-    """Name of a dim → its size in most results of ops."""
-    results = (v for op in program.root.walk() for v in op.outs)
-    counts = Counter(dim for v in results for dim in zip(program.dims(v), v.shape, strict=True))
-    return {name: n for (name, n), _ in reversed(counts.most_common()) if name}
+def sizes_of_results(program: Program) -> dict[str | None, int]:
+    """Name of a dim → its size in most results of ops, which for ``tokens[:, :-1]`` is not the size in the argument."""
+    results = [v for op in program.root.walk() for v in op.outs]
+    every = Counter(pair for v in results for pair in zip(program.dims(v), v.shape, strict=True))
+    return {name: size for (name, size), _ in reversed(every.most_common())}
 
 
 def check_blocks(op: Op, spec: Spec, assignment: AxisAssignment) -> None:

@@ -65,7 +65,7 @@ def planned(program: Program, request: PlanRequest, rank: Rank, max_seconds: flo
       MeshError: all calibrations are of other devices.
     """
     program = program.traced
-    request.layout.check_axes(request.mesh)
+    request.layout.check_axes(request.mesh, program.all_names())
     check_dims(program, request.layout, request.init)
     check_joins(program, request.strict, request.layout)
     plans = [p for form in variants(program, request) for p in _plans_of(form, request, rank, max_seconds)]

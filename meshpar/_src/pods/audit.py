@@ -168,9 +168,8 @@ class Audit:
         """
         leaves, _ = by_name(dict(state))
         for path in leaves.keys() - self._dims.keys():
-            raise UnsupportedError(
-                f"audit: the step has no argument {path!r}", fixes=did_you_mean(path, self._dims, "arguments")
-            )
+            text = f"audit: the step has no argument {path!r}"
+            raise UnsupportedError(text, fixes=did_you_mean(path, self._dims, "arguments"))
         on = {path: x for path, x in leaves.items() if isinstance(x, jax.Array)}
         copied: dict[str, Any] = {path: x for path, x in on.items() if replicated_axes(x)}
         alone: dict[str, Any] = {

@@ -640,9 +640,8 @@ def _json(x: Any, where: str) -> Any:
     if type(x) in (dict, list):
         for k, v in x.items() if type(x) is dict else enumerate(x):
             if type(x) is dict and type(k) is not str:
-                raise CheckpointError(
-                    f"{where} has the key {k!r}, which JSON would change to a text", fixes=[f"use the key {str(k)!r}"]
-                )
+                text = f"{where} has the key {k!r}, which JSON would change to a text"
+                raise CheckpointError(text, fixes=[f"use the key {str(k)!r}"])
             _json(v, f"{where}[{k!r}]")
         return x
     try:

@@ -34,9 +34,8 @@ def _errors_of(file: str | Path) -> Iterator[None]:
     try:
         yield
     except (needed("safetensors").SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"safetensors file {file}: {error}", fixes=["is it complete, and is this its path?"]
-        ) from error
+        text = f"safetensors file {file}: {error}"
+        raise CheckpointError(text, fixes=["is it complete, and is this its path?"]) from error
 
 
 def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> Any:
@@ -72,9 +71,8 @@ def from_safetensors(path: str | Path, init: Any, *args: Any, rules: Rules) -> A
     leaves, back = by_name(init(*args))
     for name, (leaf, dims) in rules.items():
         if leaf not in leaves:
-            raise CheckpointError(
-                f"rule {name!r}: the state has no `{leaf}`", path=leaf, fixes=did_you_mean(leaf, leaves, "leaves")
-            )
+            text = f"rule {name!r}: the state has no `{leaf}`"
+            raise CheckpointError(text, path=leaf, fixes=did_you_mean(leaf, leaves, "leaves"))
         reader = _Reader(files, name, dims, leaf, format_dims(held[leaf].dims).split(), leaves[leaf].shape)
         x = leaves[leaf]
         leaves[leaf] = of_parts(x.shape, x.sharding, lambda index, r=reader, t=x.dtype: r.read(index).astype(t))
@@ -90,9 +88,8 @@ def _opened(path: str | Path) -> dict[str, Any]:
     found = Path(path)
     files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
     if not files or not all(f.is_file() for f in files):
-        raise CheckpointError(
-            f"there is no safetensors file at {path}", fixes=["a .safetensors file, or a folder of them"]
-        )
+        text = f"there is no safetensors file at {path}"
+        raise CheckpointError(text, fixes=["a .safetensors file, or a folder of them"])
     out: dict[str, Any] = {}
     for file in files:
         with _errors_of(file):
@@ -210,9 +207,8 @@ def to_safetensors(path: str, step: int, target: str | Path, only: str = "*", ru
     wanted = [p for p in arrays if path_matches(only, p)] if rules is None else [p for p, _ in rules.values()]
     missing = [p for p in wanted if p not in arrays] if wanted else [only]
     if missing:
-        raise CheckpointError(
-            f"no array of checkpoint {step} matches {missing[0]!r}", fixes=[f"it has {', '.join(list(leaves)[:8])}"]
-        )
+        text = f"no array of checkpoint {step} matches {missing[0]!r}"
+        raise CheckpointError(text, fixes=[f"it has {', '.join(list(leaves)[:8])}"])
     found = read_leaves(path, step, facts, dict.fromkeys(wanted))
     tensors = {p.replace("/", "."): x for p, x in found.items()}
     if rules is not None:

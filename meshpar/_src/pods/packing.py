@@ -36,10 +36,8 @@ def balance(segment_ids: np.ndarray, devices: int, *, window: int | None = None,
     """
     ids = np.asarray(segment_ids)
     if ids.ndim != 2 or devices < 1 or blocks < 1 or ids.shape[1] % (devices * blocks):
-        raise MeshparError(
-            f"mp.data.balance: segment ids {list(ids.shape)} do not divide into {blocks} blocks for each of {devices} devices",
-            fixes=["segment ids are [batch, seq]; pad seq, or pass fewer blocks"],
-        )
+        text = f"mp.data.balance: segment ids {list(ids.shape)} do not divide into {blocks} blocks for each of {devices} devices"
+        raise MeshparError(text, fixes=["segment ids are [batch, seq]; pad seq, or pass fewer blocks"])
     place = np.argsort(ids, 1, kind="stable")
     grouped, index = np.take_along_axis(ids, place, 1), np.arange(ids.shape[1])
     first = np.pad(grouped[:, 1:] != grouped[:, :-1], ((0, 0), (1, 0)), constant_values=True)

@@ -47,9 +47,8 @@ def adasum(
         weights, shared = weights_of("adasum", updates, params, dim=dim, replicas=replicas)
         count = weights.shape[0]
         if count & (count - 1):
-            raise UnsupportedError(
-                f"mp.replicas.adasum: {count} replicas are not a power of two", dim=dim, fixes=["2, 4, 8, … replicas"]
-            )
+            text = f"mp.replicas.adasum: {count} replicas are not a power of two"
+            raise UnsupportedError(text, dim=dim, fixes=["2, 4, 8, … replicas"])
 
         def one(path: str, x: jax.Array) -> tuple[jax.Array]:
             rows = list(gathered(live_only(x, weights), dim))

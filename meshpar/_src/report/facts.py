@@ -20,7 +20,7 @@ from ..cost.time import Time, time_of
 from ..hardware.calibration import EFFICIENCIES
 from ..iterables import grouped, grouped_by
 from ..layout import UNSHARDED, Rule, Spec
-from ..plan.checks import sizes_in_results
+from ..plan.checks import sizes_of_results
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
 from ..plan.steps import Reduce, Reshard
@@ -101,7 +101,7 @@ def inputs_text(plan: Plan) -> str:
 def _in_activations(plan: Plan, name: str, n: int) -> str:
     """`` (2,048 in activations, split over model)`` of a dim of ``n`` tokens of which a step reads all but one as inputs; "" of
     others."""
-    if plan.program.cached(sizes_in_results).get(name) != n - 1:
+    if plan.program.cached(sizes_of_results).get(name) != n - 1:
         return ""
     results = (v for op in plan.program.root.walk() for v in op.outs)
     own = (name, n - 1)
@@ -362,9 +362,15 @@ class CollectiveGroup:
 
     @property
     def explanation(self) -> str:
-        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``."""
-        where = "" if not self.location else f"{'in' if self.first.module else 'at'} {self.location}: "
-        return f"{where}{self.first.explanation}"
+        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``; of an all-reduce in place of a
+        reduce-scatter also the numbers of both, for the longest call."""
+        first, where = (
+            self.first,
+            "" if not self.location else f"{'in' if self.first.module else 'at'} {self.location}: ",
+        )
+        largest = "for the longest call, " * (len({c.why for c in self.members}) > 1)
+        numbers = f"; {largest}{first.why.partition('; ')[2]}" if first.entry.slices_locally else ""
+        return f"{where}{first.explanation}{numbers}"
 
     def cells(self) -> list[Cell]:
         """Total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""

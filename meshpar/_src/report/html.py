@@ -11,6 +11,7 @@ import jax
 from ..cost.decoding import decoding_of
 from ..cost.memory import Memory, memory_of
 from ..cost.time import time_of
+from ..iterables import grouped
 from ..plan.collectives import Collective
 from ..plan.plan import Plan, ShardedArray
 from ..units import format_bytes, format_memory, format_seconds, with_article
@@ -24,7 +25,7 @@ from .pipeline import pipelines_html
 from .sections import remedies, sections
 from .tables import GROUP, Cell, Table, html_picture, key, number, prose
 from .timeline import step_bounds, step_notes, step_shares
-from .torus import TORUS, torus_picture
+from .torus import torus_picture, torus_text
 
 MAX_OPEN_COLLECTIVES = 12
 """Of a plan with more collectives, the tables of the rules are closed."""
@@ -80,7 +81,7 @@ def page_sections(plan: Plan, most: int | None = None) -> list[tuple[str, str, s
         ("Roofline", roofline_picture(plan), ROOFLINE),
         ("Rules", rules_table(plan, colours), RULES.format(BY_COST * bool(plan.layout.by_cost))),
         ("Layer", layer_picture(plan, colours), LAYER),
-        ("Axes on the chips", torus_picture(plan, colours), TORUS),
+        ("Axes on the chips", torus_picture(plan, colours), torus_text(plan)),
         ("Collectives", collectives_by_rule(plan, colours, most), COLLECTIVES),
         ("Arguments", tensors(plan, colours), "Choose an argument to see how it is sharded over the mesh."),
         *((section.title, section.html(), "") for section in (remedies(plan), *sections(plan))),
@@ -221,13 +222,15 @@ def step_parts(plan: Plan, colours: AxisColours) -> str:
     seconds = format_seconds(kernels), format_seconds(exposed)
     kinds = ("ink", f"kernels {seconds[0]}"), ("wait", f"exposed communication {seconds[1]}")
     notes = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in step_notes(plan))}</ul>"
-    return html_picture("drawParts", "the step time and its parts", rows) + legend(plan, colours, kinds) + notes
+    parts = [row for row in rows if row[1]]  # GPUs, for example, have no vector units of their own
+    return html_picture("drawParts", "the step time and its parts", parts) + legend(plan, colours, kinds) + notes
 
 
 def legend(plan: Plan, colours: AxisColours, kinds: Iterable[tuple[str, str]]) -> str:
     """The legend of the colours of bars: ``kinds`` (CSS class, text), then the mesh axes of collectives."""
-    used = [a for a in plan.sizes if any(c.axes and c.axes[0] == a for c in plan.collectives)]
-    return key([*kinds, *((colours.of[a], f"collectives over {a}") for a in used)])
+    used = sorted({c.axes for c in plan.collectives if c.axes}, key=lambda axes: [*map([*plan.sizes].index, axes)])
+    same = grouped((colours.first(axes), "+".join(axes)) for axes in used)
+    return key([*kinds, *((colour, f"collectives over {', '.join(axes)}") for colour, axes in same.items())])
 
 
 def rules_table(plan: Plan, colours: AxisColours) -> str:

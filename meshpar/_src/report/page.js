@@ -487,8 +487,9 @@ function drawTimeline(place, data, kept) {
         const x = left(box.start), w = Math.max(0.6, right(box.end) - x), share = Math.min(1, box.busy / (box.end - box.start || 1));
         const part = box.busy ? Math.min(1, box.exposed / box.busy) : 0, tall = box.loop || box.small ? Math.max(2, (high - 4) * share) : high - 4;
         const hidden = name !== "compute" && part < 1;
-        const kind = `${box.css}${hidden ? (part ? " partly" : " hidden") : ""}${box.loop ? " loop" : ""}`;
         const from = box.loop || box.small ? "0deg" : box.waitsFirst ? "90deg" : "270deg"; // the side of the exposed part
+        const solid = part > (from === "270deg" ? 0.9 : 0.5); // under the beginning of the text
+        const kind = `${box.css}${hidden ? (part ? ` partly${solid ? " solid" : ""}` : " hidden") : ""}${box.loop ? " loop" : ""}`;
         const text = tall > 12 ? label(box.labels, w) : "";
         lane.append(make("i", {
           class: kind, role: "img", "aria-label": box.tip.filter(Boolean).join("\n"), tabindex: -1, "data-start": box.start, "data-seconds": box.end - box.start,
@@ -616,7 +617,7 @@ function drawMemory(place, data) {
   const kinds = data.roles.map(([role, css], k) => [role, css, points[peak].bytes[k]]).sort((a, b) => rank(a) - rank(b));
   const stack = make("div", { class: "stack", "aria-hidden": "true" }, ...kinds.filter(([, , size]) => size).map(([role, css, size]) =>
     make("i", { class: css, style: `flex:${size} 0 0`, title: `${role} ${memoryText(size)}` })));
-  const legend = make("div", { class: "key" }, ...kinds.map(([role, css, size]) => make("span", { class: css }, make("i", {}), `${role} ${size ? memoryText(size) : "0"}`)));
+  const legend = make("div", { class: "key" }, ...kinds.map(([role, css, size]) => make("span", { class: css }, make("i", {}), `${role}${size ? ` ${memoryText(size)}` : ": none at the peak"}`)));
   const axis = make("div", { class: "order dim" }, `${n} kernels, in the order in which they run →`);
   place.prepend(plot, strip, axis, make("h3", {}, `the peak${points[peak].source ? ` at ${points[peak].source}` : ""}`), stack, legend);
   const tip = tooltip(place);

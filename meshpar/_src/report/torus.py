@@ -15,12 +15,17 @@ from .tables import html_picture
 
 TORUS = (
     "The group of the black chip along each axis, and the links of these groups; the wider a line, the more bytes pass its links. "
-    "A line that leaves the drawing returns at the opposite side. Point at a row to see its axes alone, click a chip to see its "
+    "{wraps}Point at a row to see its axes alone, click a chip to see its "
     "groups. Bytes of a link are in the direction with more of them. The order of the axes of the mesh decides where they run."
 )
-"""The content of the section."""
 MIN_SHARE = 0.001
 """Of the bytes of a plan, from which on collectives over several axes are listed."""
+
+
+def torus_text(plan: Plan) -> str:
+    """The content of the section; GPUs have no links that wrap around."""
+    torus = plan.chip is None or plan.chip.torus
+    return TORUS.format(wraps="A line that leaves the drawing returns at the opposite side. " if torus else "")
 
 
 def torus_picture(plan: Plan, colours: AxisColours) -> str:

@@ -17,6 +17,7 @@ from .flops import kernel_flops
 from .local import LocalOp
 from .registry import always, register
 from .rule import OpRule
+from .spmd import GroupedAxes, fine_names
 
 MAX_SMALL_FRACTION = 1 / 8
 """Results of fewer bytes, relative to the first result, are computed together with it, by an optimization barrier."""
@@ -32,7 +33,8 @@ def _local_kernel(op: LocalOp, *xs: Any) -> list[Any]:
     kernel = op.params["kernel"]
     kernel = (kernel, *kernel.forms)[op.form]
     names = kernel.sizes([v.aval.shape for v in op.eqn.invars], [v.aval.shape for v in op.eqn.outvars])
-    axes = {f: op.axes_of((i,)) for i, f in enumerate(names)}
+    split = [[a for a in axes if op.sizes[a] > 1] for axes in op.axes[: len(names)]]
+    axes = {f: GroupedAxes({a: fine_names((a,), op.sizes) for a in own}) for f, own in zip(names, split, strict=True)}
 
     def local(*xs: Any) -> Any:
         return kernel.on_shards(*xs, axes=axes)

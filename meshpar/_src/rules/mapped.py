@@ -50,20 +50,11 @@ _SENDS: dict[str, str] = {
 _AXES = ("axes", "axis_name")
 
 
-def _all_axes(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The axes of a collective: names, and integers for dims of its operands."""
-    axes = next(eqn.params[k] for k in _AXES if k in eqn.params)
-    return axes if isinstance(axes, tuple) else (axes,)
-
-
-def _axes_of(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The mesh axes over which a collective runs."""
-    return tuple(a for a in _all_axes(eqn) if isinstance(a, str))
-
-
-def _dims_of(eqn: JaxprEqn) -> tuple[int, ...]:
-    """The dims of its operands that a collective reduces: axes of a ``vmap`` in the body."""
-    return tuple(a for a in _all_axes(eqn) if not isinstance(a, str))
+def _axes_of(eqn: JaxprEqn) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """(the mesh axes over which a collective runs, the dims of its operands that it reduces: axes of a ``vmap`` in the body)."""
+    given = next(eqn.params[k] for k in _AXES if k in eqn.params)
+    axes = given if isinstance(given, tuple) else (given,)
+    return tuple(a for a in axes if isinstance(a, str)), tuple(a for a in axes if not isinstance(a, str))
 
 
 def _collectives(jaxpr: Jaxpr, times: int | None) -> Iterator[Send]:
@@ -75,9 +66,10 @@ def _collectives(jaxpr: Jaxpr, times: int | None) -> Iterator[Send]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _SENDS:
+            axes, reduced = _axes_of(eqn)
             for var in eqn.invars[: 1 if name == "ragged_all_to_all" else None]:
-                shape = tuple(n for i, n in enumerate(aval_of(var).shape) if i not in _dims_of(eqn))
-                yield Send(_SENDS[name], (), shape, aval_of(var).dtype, f"{name} in its body", times, _axes_of(eqn))
+                shape = tuple(n for i, n in enumerate(aval_of(var).shape) if i not in reduced)
+                yield Send(_SENDS[name], (), shape, aval_of(var).dtype, f"{name} in its body", times, axes)
         trip_count = None if name == "while" else eqn.params["length"] if name == "scan" else 1
         body_times = None if times is None or trip_count is None else times * trip_count
         for body in bodies(eqn):
@@ -118,7 +110,7 @@ def _step(eqn: JaxprEqn, xs: list[Any], sizes: Sizes) -> list[Any]:
     if name in _CASTS or primitive(name).family == "identity":
         return xs
     if name in _FORMS:
-        return _FORMS[name](eqn, xs, fine_names(_axes_of(eqn), sizes))
+        return _FORMS[name](eqn, xs, fine_names(_axes_of(eqn)[0], sizes))
     if primitive(name).control_flow or primitive(name).call:
         return run_bodies(eqn, xs, lambda jaxpr, consts, xs: _run(jaxpr, consts, xs, sizes))
     return bind(eqn, xs, plain_params(p))
@@ -144,7 +136,7 @@ _CASTS = ("pvary", "reshard")
 def _over(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:
     """A collective over other mesh axes; dims that it reduces stay."""
     key = next(k for k in _AXES if k in eqn.params)
-    return bind(eqn, xs, {**eqn.params, key: (*_dims_of(eqn), *axes)})
+    return bind(eqn, xs, {**eqn.params, key: (*_axes_of(eqn)[1], *axes)})
 
 
 def _gathered(eqn: JaxprEqn, xs: list[Any], axes: tuple[str, ...]) -> list[Any]:

@@ -135,6 +135,21 @@ class Grid(dict[str, int]):
         return tuple(fine_names(entry, self) for entry in spec)
 
 
+class GroupedAxes(tuple[str, ...]):
+    """The axes of the program's mesh over which a factor is split.
+
+    Attributes:
+      groups: axis of the plan's mesh → the axes of the program's mesh that it is divided into, one for each torus dimension.
+    """
+
+    groups: Mapping[str, tuple[str, ...]]
+
+    def __new__(cls, groups: Mapping[str, tuple[str, ...]]) -> GroupedAxes:
+        self = super().__new__(cls, (name for names in groups.values() for name in names))
+        self.groups = groups
+        return self
+
+
 def fine_names(axes: Sequence[str], sizes: Sizes) -> tuple[str, ...]:
     """The axes of the factored mesh for some axes, major to minor; the axes themselves if ``sizes`` is not a :class:`Grid`."""
     return tuple(n for a in axes for n in sizes.fine.get(a, (a,))) if isinstance(sizes, Grid) else tuple(axes)

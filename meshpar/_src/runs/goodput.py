@@ -48,9 +48,8 @@ class Goodput:
         try:
             out = cls(**json.loads(path.read_text("utf8")))
         except (OSError, ValueError, TypeError) as error:
-            raise UnsupportedError(
-                f"path={str(path)!r} is no record of a Meter: {error}", fixes=["another path"]
-            ) from None
+            text = f"path={str(path)!r} is no record of a Meter: {error}"
+            raise UnsupportedError(text, fixes=["another path"]) from None
         out.starts += 1
         return out
 

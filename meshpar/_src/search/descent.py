@@ -255,7 +255,8 @@ def _plan_schemes(evaluation: Evaluation) -> None:
         for name, point in space.presets(sizes):
             evaluation.names.setdefault(point, name)
             bounds[point] = evaluation.lower_bound(point)
-    for point in sorted(bounds, key=lambda p: evaluation.rank(bounds[p])):
+    several = space.meshes[0][0][0] == BETWEEN_SLICES  # HSDP, the default layout over several slices, comes first
+    for point in sorted(bounds, key=lambda p: (several and evaluation.names[p] != "hsdp", evaluation.rank(bounds[p]))):
         evaluation.plan_scheme(point)
     for point in list(evaluation.rows):
         for same, other in space.swapped(point):

@@ -17,7 +17,7 @@ from ..layout import Layout
 from ..mesh import planned_mesh
 from ..passes import plan_without_passes, with_passes
 from ..plan.assignment import AxisAssignment
-from ..plan.checks import sizes_in_results
+from ..plan.checks import sizes_of_results
 from ..plan.collective_records import TooLong
 from ..plan.spec import shard_count
 from ..plan_api import Plan
@@ -280,10 +280,9 @@ class Evaluation:
         assignment, sizes, program = self._assignment(point), dict(point.sizes), self.space.program
         for value in program.inputs:
             for rule, i in assignment.unused_optional_rules(value):
-                shards = shard_count(rule.axes, sizes)
-                if program.cached(sizes_in_results).get(program.dims(value)[i] or "", 1) % shards == 0:
-                    continue  # of tokens that a step shifts by one, the activations are split
-                return f"{program.dims(value)[i]} of {value.shape[i]} is not divisible by {shards}"
+                shards, name, size = shard_count(rule.axes, sizes), program.dims(value)[i], value.shape[i]
+                if program.cached(sizes_of_results).get(name, size) % shards:  # else only the input is left unsharded
+                    return f"{name} of {size} is not divisible by {shards}"
         return ""
 
     def _report_progress(self) -> None:

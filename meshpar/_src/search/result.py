@@ -16,7 +16,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ...errors import MeshparError, UnknownAxisError, UnsupportedError
-from ..hardware.topology import device_count, larger_topologies
+from ..hardware.topology import device_count, larger_topologies, parse_topology
 from ..layout import UNSHARDED, Layout
 from ..mesh import parse_mesh
 from ..plan_api import Plan
@@ -24,7 +24,7 @@ from ..report.colours import AxisColours
 from ..report.diff import MIN_DIFFERENCE, longer_parts
 from ..report.document import Document
 from ..report.facts import calibration_text, takes_text, title
-from ..report.hints import memory_hints, program_hints
+from ..report.hints import hints
 from ..report.tables import Cell, Table, hanging, key, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
@@ -218,10 +218,11 @@ class Search(Document):
 
     @property
     def _speedup(self) -> str:
-        """How much shorter the best step is than under FSDP, the default layout; where FSDP does not fit or divide the arguments,
-        than under the best known scheme that does. "" where there is none, or it is the best itself."""
+        """How much shorter the best step is than under the default layout: FSDP, over several slices HSDP if it fits. Where that
+        does not fit or divide the arguments, than under the best known scheme that does. "" if there is none, or it is the best."""
         known = {r.name: r for r in reversed(self.rows) if r.name not in ("", "yours")}
-        default, what = known.pop("fsdp", None), "the default layout"
+        hsdp = known.get("hsdp") if parse_topology(self.topology).slices > 1 else None
+        default, what = hsdp if hsdp and hsdp.fits and not hsdp.undivided else known.get("fsdp"), "the default layout"
         why = "" if default is None else default.undivided or "it does not fit" * (not default.fits)
         row = default
         if row is None or why:
@@ -292,7 +293,7 @@ class Search(Document):
         head = [Text.assemble(("search", "bold"), f"  {where}: {self._count}{self._calibrated}")]
         with quiet():
             plan, kind = self.plan(), "hint" if self.fits else "fix"
-        fixes = [(Text(kind, "bold"), Text(hint, "green")) for hint in memory_hints(plan)]
+        fixes = [(Text(kind, "bold"), Text(hint, "green")) for hint in hints(plan)]
         if not self.fits:
             head = [Text(self._misfit(), "bold red"), hanging(fixes), Text(), *head]
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS, self._alike)
@@ -302,8 +303,8 @@ class Search(Document):
         speedup = f"; {self._speedup}" * bool(self._speedup)
         lines["step"] = Text(f"{format_seconds(best.seconds)}, MFU {100 * best.mfu:.0f} %, {usable}{speedup}")
         lines[""] = Text(self.stages)
-        hints = fixes * self.fits + [(Text("hint", "bold"), Text(hint, "green")) for hint in program_hints(plan)]
-        choice = hanging([*((Text(name, "bold"), text) for name, text in lines.items() if text), *hints])
+        named = ((Text(name, "bold"), text) for name, text in lines.items() if text)
+        choice = hanging([*named, *fixes * self.fits])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []

@@ -78,8 +78,10 @@ class Row:
         place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
         leaf = f"largest difference {self.difference:.1e} in {place}" if self.difference else "no difference"
         if some and self.error is None:
-            leaf = f"{self.leaves - some} of {self.leaves} leaves within the tolerance (at most {self.difference:.1e})"
-        rounded = f"; {some} differ{'s' * (some == 1)} by rounding only, each op verified" if some else ""
+            leaf = f"largest difference {self.difference:.1e}"
+        rounded = (
+            f"; {some} of {self.leaves} leaves differ{'s' * (some == 1)} by more, as rounding explains" if some else ""
+        )
         mark = "✓" if self.error is None else "✗"
         return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
 
@@ -125,7 +127,7 @@ class Report:
         equal = f"{len(self.rows) - len(errors)} of {len(self.rows)} runs{of} equal to the unsharded one"
         head = f"{'✓' if self.ok else '✗'} {equal}, to {self.tolerance:g} of each leaf's largest value"
         notes = map(Text, [*rounding, *(f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped)])
-        texts = _mark(head + ", or up to rounding" * bool(rounding)), *notes
+        texts = _mark(head + " or, each op verified, up to rounding" * bool(rounding)), *notes
         first, *below = (Wrapped([text], hang=2) for text in texts)
         return Group(first, hanging(table), *below, *map(Text, errors))
 

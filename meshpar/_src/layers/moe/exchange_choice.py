@@ -66,19 +66,14 @@ class Exchange:
     def __post_init__(self) -> None:
         """Check ``exchange``, ``slack`` and ``overlap``; a MeshparError names the one out of range."""
         if self.exchange is not None and self.exchange not in EXCHANGES:
-            raise refused(
-                f"exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}",
-                "leave exchange out for the default",
-            )
+            text = f"exchange must be one of {', '.join(EXCHANGES)} or None, got {self.exchange!r}"
+            raise refused(text, "leave exchange out for the default")
         if self.overlap not in OVERLAPS:
-            raise refused(
-                f"overlap must be one of {', '.join(map(str, OVERLAPS))}, got {self.overlap!r}", 'overlap="auto"'
-            )
+            text = f"overlap must be one of {', '.join(map(str, OVERLAPS))}, got {self.overlap!r}"
+            raise refused(text, 'overlap="auto"')
         if self.slack < 1:
-            raise refused(
-                f"slack={self.slack} must be at least 1, which is room for a balanced load",
-                "slack=1.25 has room for a quarter more than a balanced load",
-            )
+            text = f"slack={self.slack} must be at least 1, which is room for a balanced load"
+            raise refused(text, "slack=1.25 has room for a quarter more than a balanced load")
 
     @functools.cached_property
     def over(self) -> tuple[str, ...]:
@@ -206,17 +201,13 @@ def choose_exchange(problem: Exchange) -> Exchange:
     """
     named, strategy = [name for name in STRATEGIES if name != "local"], problem.strategy
     if strategy is not None and strategy not in named:
-        raise refused(
-            f"strategy must be one of {', '.join(named)} or None, got {strategy!r}",
-            "leave strategy out for the default",
-        )
+        text = f"strategy must be one of {', '.join(named)} or None, got {strategy!r}"
+        raise refused(text, "leave strategy out for the default")
     if not problem.over:
         strategy = "local"
     elif strategy == "dense" and not problem.can_gather_experts:
-        raise refused(
-            'strategy="dense" cannot all-gather experts over an axis that is major to another axis of theirs',
-            'another order of the axes of `expert`, or strategy="a2a"',
-        )
+        text = 'strategy="dense" cannot all-gather experts over an axis that is major to another axis of theirs'
+        raise refused(text, 'another order of the axes of `expert`, or strategy="a2a"')
     elif strategy is None:
         possible = [name for name in named if name != "dense" or problem.can_gather_experts]
         strategy = min(possible, key=lambda name: STRATEGIES[name].cost(problem))

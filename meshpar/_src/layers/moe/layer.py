@@ -182,10 +182,8 @@ def _check_options(
         fixes = {"k": ["k=2 for two experts per token, as in Mixtral", 'router="switch" selects one expert per token']}
         raise refused(f'router="{router}" needs {what.get(missing[0], missing[0])}', *fixes.get(missing[0], ()))
     if unknown := [name for name in options if name not in ours and (name, router) != ("ids", "hash")]:
-        raise refused(
-            f'router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}',
-            *did_you_mean(unknown[0], ours, "options"),
-        )
+        text = f'router="{router}" takes no {unknown[0]}=; it takes {", ".join(f"{n}=" for n in ours)}'
+        raise refused(text, *did_you_mean(unknown[0], ours, "options"))
 
 
 def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> int:
@@ -196,10 +194,8 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
     """
     shapes = {name: tuple(w.shape) for name, w in experts.items()}
     if not {"up", "down"} <= set(shapes) <= set(EXPERT):
-        raise refused(
-            f"experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}",
-            'experts={"up": …, "down": …}, with "gate" for gated experts',
-        )
+        text = f"experts must be `up`, `down` and, for a gated one, `gate`; got {', '.join(shapes)}"
+        raise refused(text, 'experts={"up": …, "down": …}, with "gate" for gated experts')
     up, down = shapes["up"], shapes["down"]
     lead = len(up) - 2
     fits = lead in (1, 2) and x.ndim >= 2 and up[lead] == x.shape[-1] and shapes.get("gate", up) == up
@@ -212,11 +208,8 @@ def _check(x: jax.Array, experts: Mapping[str, jax.Array], activation: str) -> i
         )
     quantized = ", ".join(f"{n} {w.dtype}" for n, w in experts.items() if not jnp.issubdtype(w.dtype, jnp.floating))
     if quantized:
-        raise refused(
-            f"experts are floating-point, got {quantized}: quantized ones would be read without their scales",
-            "dequantize them",
-            "meshpar_kernels.grouped_matmul takes them with rhs_scale=",
-        )
+        text = f"experts are floating-point, got {quantized}: quantized ones would be read without their scales"
+        raise refused(text, "dequantize them", "meshpar_kernels.grouped_matmul takes them with rhs_scale=")
     if activation not in (named := list(filter(None, ACTIVATIONS))):
         raise refused(f"no activation {activation!r}", *did_you_mean(activation, named, "activations"))
     return math.prod(up[:lead])
@@ -260,16 +253,12 @@ def _router_weights(router: str | Callable[..., Routing], x: jax.Array, weights:
         texts = [_shapes_text(form) for form in forms if form]
         wanted = " or ".join(texts) or "None, and ids= with the id of each token"
         got = ", ".join(f"{n} {list(getattr(w, 'shape', [])) or type(w).__name__}" for n, w in named.items()) or "None"
-        raise refused(
-            f"router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}",
-            f"router_weights={wanted}, with H = {x.shape[-1]}",
-        )
+        text = f"router_weights of router={router!r} must be {wanted}; got {got}, and x is {list(x.shape)}"
+        raise refused(text, f"router_weights={wanted}, with H = {x.shape[-1]}")
     if not named and (ids is None or tuple(getattr(ids, "shape", ())) != x.shape[:-1]):
         got = "none" if ids is None else list(getattr(ids, "shape", [])) or type(ids).__name__
-        raise refused(
-            f"router={router!r} needs ids=, an integer array {list(x.shape[:-1])}, the id of each token; got {got}",
-            "ids=tokens, the batch from which x is made",
-        )
+        text = f"router={router!r} needs ids=, an integer array {list(x.shape[:-1])}, the id of each token; got {got}"
+        raise refused(text, "ids=tokens, the batch from which x is made")
     return named
 
 
@@ -286,10 +275,8 @@ def _route(
     logits = {name: _project(x, w) for name, w in named.items()}
     count = math.prod(named["inner"].shape[1:]) if "inner" in named else named["kernel"].shape[1]
     if count != experts:
-        raise refused(
-            f"router_weights are for {count} experts, but `up` and `down` have {experts}",
-            f"give the router a last dim of {experts}",
-        )
+        text = f"router_weights are for {count} experts, but `up` and `down` have {experts}"
+        raise refused(text, f"give the router a last dim of {experts}")
     first = [logits.pop("kernel")] if "kernel" in logits else []  # a user's router may have another name for it
     return route(*first, **logits, **options)
 

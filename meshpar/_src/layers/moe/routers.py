@@ -73,16 +73,12 @@ def read_logits(logits: jax.Array, k: int, mask: jax.Array | None) -> tuple[jax.
     """
     experts = logits.shape[-1]
     if logits.ndim < 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise refused(
-            f"logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}",
-            "logits.astype(jnp.float32), with a last dim for the experts",
-        )
+        text = f"logits must be float [*tokens, E], got {logits.dtype}{list(logits.shape)}"
+        raise refused(text, "logits.astype(jnp.float32), with a last dim for the experts")
     check_k(k, experts)
     if mask is not None and mask.shape != logits.shape[:-1]:
-        raise refused(
-            f"mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}",
-            f"a boolean for every token: {list(logits.shape[:-1])}",
-        )
+        text = f"mask must be {list(logits.shape[:-1])}, got {list(mask.shape)}"
+        raise refused(text, f"a boolean for every token: {list(logits.shape[:-1])}")
     logits = logits.astype(jnp.float32)
     fine = ~(jnp.isnan(logits) | (logits == jnp.inf)).any(-1) & (logits > -jnp.inf).any(-1)
     real = real_tokens(mask, fine.shape)
@@ -168,9 +164,8 @@ def capacity_of(group_size: int, experts: int, k: int, factor: float) -> int:
       MeshparError: the factor is not positive.
     """
     if not factor > 0:
-        raise refused(
-            f"capacity={factor} must be above 0, or None for a router without drops", "capacity=1.25, or capacity=None"
-        )
+        text = f"capacity={factor} must be above 0, or None for a router without drops"
+        raise refused(text, "capacity=1.25, or capacity=None")
     return max(1, min(group_size, math.ceil(group_size * k * factor / experts)))
 
 
@@ -184,9 +179,8 @@ def in_groups(tokens: Sequence[int], groups: int) -> tuple[int, ...]:
     """
     total, left, shape = math.prod(tokens), groups, []
     if groups < 1 or total % groups:
-        raise refused(
-            f"groups={groups} does not divide the {total} tokens of {list(tokens)}", "groups that divides their number"
-        )
+        text = f"groups={groups} does not divide the {total} tokens of {list(tokens)}"
+        raise refused(text, "groups that divides their number")
     for n in tokens:
         outer = math.gcd(left, n)
         if outer not in (left, n):
@@ -194,10 +188,8 @@ def in_groups(tokens: Sequence[int], groups: int) -> tuple[int, ...]:
         left //= outer
         shape.append(n // outer)
     if left > 1:
-        raise refused(
-            f"groups={groups} does not cut tokens of shape {list(tokens)} into rows or parts of rows",
-            "take a divisor of the first size, or a multiple of it that divides into the next",
-        )
+        text = f"groups={groups} does not cut tokens of shape {list(tokens)} into rows or parts of rows"
+        raise refused(text, "take a divisor of the first size, or a multiple of it that divides into the next")
     return (groups, *shape, *tokens[len(shape) :])
 
 
@@ -452,10 +444,8 @@ def ntlb(logits, *, k=1, capacity=None, groups=1, mask=None, stages: int = 2) ->
     logits, real, which = read_logits(logits, 1, mask)
     experts, tokens = logits.shape[-1], logits.shape[:-1]
     if k != 1 or not 1 <= stages <= experts:
-        raise refused(
-            f'router="ntlb": a token goes to one expert after 1 to E={experts} stages, not k={k} after stages={stages}',
-            "k=1, and stages from 1 to the number of experts",
-        )
+        text = f'router="ntlb": a token goes to one expert after 1 to E={experts} stages, not k={k} after {stages=}'
+        raise refused(text, "k=1, and stages from 1 to the number of experts")
     probability = jax.nn.softmax(logits, -1)
     ranked = one_hots(best_experts(logits, stages, which), experts)
     shape = in_groups(tokens, groups)
@@ -569,15 +559,11 @@ def deepseek_v3(
     experts = logits.shape[-1]
     top_groups = expert_groups if top_groups is None else top_groups
     if expert_groups < 1 or experts % expert_groups or not 1 <= top_groups <= expert_groups:
-        raise refused(
-            f'router="deepseek_v3": {top_groups} of {expert_groups} groups of {experts} experts',
-            "expert_groups divides the number of experts, and top_groups is at most expert_groups",
-        )
+        text = f'router="deepseek_v3": {top_groups} of {expert_groups} groups of {experts} experts'
+        raise refused(text, "expert_groups divides the number of experts, and top_groups is at most expert_groups")
     if top_groups * (experts // expert_groups) < k:
-        raise refused(
-            f'router="deepseek_v3": {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}',
-            "more top_groups, or a smaller k",
-        )
+        text = f'router="deepseek_v3": {top_groups} groups of {experts // expert_groups} experts hold fewer than k={k}'
+        raise refused(text, "more top_groups, or a smaller k")
     score = jax.nn.sigmoid(logits)
     if implementation in KERNELS:
         options = {"score": "sigmoid", "groups": expert_groups, "top_groups": top_groups, "scale": scale}
@@ -662,15 +648,11 @@ def two_level(outer, inner, *, k, outer_k: int = 1, capacity=None, groups=1, mas
     if outer_k < 1 or k % outer_k:
         raise refused(f'router="two_level": outer_k={outer_k} does not divide k={k}', f"outer_k that divides {k}")
     if not 1 <= k // max(outer_k, 1) <= inner.shape[-1]:
-        raise refused(
-            f'router="two_level": k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group',
-            "a smaller k, or a larger outer_k",
-        )
+        text = f'router="two_level": k={k} in {outer_k} groups is more than the {inner.shape[-1]} experts of a group'
+        raise refused(text, "a smaller k, or a larger outer_k")
     if inner.shape[:-1] != outer.shape:
-        raise refused(
-            f'router="two_level": inner must be {[*outer.shape, "I"]}, got {list(inner.shape)}',
-            "logits of the groups and, with one more dim, of the experts of each",
-        )
+        text = f'router="two_level": inner must be {[*outer.shape, "I"]}, got {list(inner.shape)}'
+        raise refused(text, "logits of the groups and, with one more dim, of the experts of each")
     many, each = inner.shape[-2:]
     check_k(outer_k, many, "outer_k", "groups")
     flat = inner.reshape(*outer.shape[:-1], many * each)

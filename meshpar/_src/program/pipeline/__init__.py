@@ -26,7 +26,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ....errors import UnsupportedError
-from ...compat.jax import is_of_memories, make_generated_jaxpr, replace_body
+from ...compat.jax import is_of_memories, make_generated_jaxpr, replace_body, without_dead_code
 from ...dims import format_dims
 from ...iterables import grouped
 from ...layout import Rule
@@ -239,7 +239,7 @@ def _rewritten(program: Program, schedule: str, found: Sequence[_Split]) -> Prog
             raise _with_facts(e, program, splits[0]) from e.__cause__
         pipelines += [] if op is splits[0].loop.op and not splits[0].loop.carries else [pipeline]
     closed = ClosedJaxpr(_with_replacements(program.root, replacements), program.closed.consts)
-    rewritten = infer_like(program, closed)
+    rewritten = infer_like(program, without_dead_code(closed))  # idle slots compute values that nobody reads
     rewritten.original = program
     rewritten.joins[:] = program.joins  # gather_stacks joins further names
     rewritten.pipelines = tuple(pipelines)
