@@ -9,8 +9,10 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.cost.kernels import computation_of
-from meshpar._src.report.hints import attention_hint, exchange_hints, fused_hints, memory_hints
-from meshpar._src.units import format_bytes, format_memory
+from meshpar._src.report.document import shown_text
+from meshpar._src.report.hints import attention_hint, exchange_hints, fused_hints, hints, recomputation_hint
+from meshpar._src.report.text import plan_renderable
+from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 GROUPS, TOKENS, EMBED, MLP, EXPERTS, CAPACITY = 8, 64, 32, 64, 4, 16
 LAYOUT = "expert: expert; batch: data+expert"
@@ -53,7 +55,7 @@ def test_the_all_to_all_of_a_hint_is_that_of_the_renamed_program():
     assert edited.bytes_sent < plan.bytes_sent
     assert exchange_hints(edited) == []
     text = " ".join(str(plan).split())
-    assert "hint the matmul at " in text
+    assert f"hint {format_bytes(hint.sent - hint.exchanged)} less to send: the matmul at " in text
     assert "all-gathers of `batch`, since `expert` has `expert`" in text
     assert "\nhint" not in str(edited)
 
@@ -96,7 +98,7 @@ def test_activations_that_do_not_fit_get_a_hint_that_makes_the_plan_fit():
     capacity = 15.75 * 2**30
     plan = deep(2**20)
     assert plan.memory.peak > capacity
-    (hint,) = memory_hints(plan)
+    (hint,) = hints(plan)
     assert hint in " ".join(str(plan).split()).replace("hint ", "")
     assert "jax.checkpoint" in hint
     count = int(hint.partition("mp.train.accumulate_gradients(…, ")[2].partition(")")[0])
@@ -104,8 +106,9 @@ def test_activations_that_do_not_fit_get_a_hint_that_makes_the_plan_fit():
     assert deep(2**20, jax.checkpoint).memory.peak < plan.memory.peak
 
 
-def scanned(layout, mesh, wrap=jax.checkpoint):
-    """The plan of a train step of 32 scanned layers on v5e."""
+def scanned(layout, mesh, wrap=jax.checkpoint, sizes=(32, 1024, 2**19)):
+    """The plan of a train step of scanned layers on v5e; ``sizes``: layers, width, rows of the batch."""
+    layers, width, rows = sizes
 
     def layer(x, w):
         return x + jnp.tanh(x @ w["up"]) @ w["down"], None
@@ -116,43 +119,43 @@ def scanned(layout, mesh, wrap=jax.checkpoint):
 
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
 
-    weights = {"up": f32(32, 1024, 4096), "down": f32(32, 4096, 1024)}
+    weights = {"up": f32(layers, width, 4 * width), "down": f32(layers, 4 * width, width)}
     where = {"mesh": mesh, "topology": "v5e:2x4", "layout": layout, "donate_argnames": "params"}
-    return mp.plan(step, weights, f32(2**19, 1024), **where)
+    return mp.plan(step, weights, f32(rows, width), **where)
 
 
 def test_an_axis_that_no_rule_uses_is_the_first_hint():
     """Each of its rules exists, and has the memory of the plan with this rule."""
     plan = scanned("batch, embed: dp", "dp=4, tp=2")
-    idle, activations = memory_hints(plan)
+    idle, activations = hints(plan)
     found = re.findall(r"`([^`]*: [^`]*)` \(([^)]*)\)", idle)
     assert [rule for rule, _ in found] == ["batch: dp+tp", "mlp: tp"]
     for rule, memory in found:
         others = "embed: dp" if "batch" in rule else "batch, embed: dp"
         assert format_memory(plan.replan(layout=f"{rule}; {others}").memory.peak) == memory
     assert "no rule uses `tp`, so that its 2 devices do the same work" in idle
-    assert str(plan).split("\n")[1].startswith("fix  no rule uses `tp`")
+    assert str(plan).split("\n")[1].startswith("fix  9.75 GiB: no rule uses `tp`")
     assert "jax.checkpoint" not in activations  # the largest saved array stacks the inputs of the layers
     assert "mp.train.accumulate_gradients" in activations
-    assert not any("no rule uses" in hint for hint in memory_hints(scanned("batch: dp+tp", "dp=4, tp=2")))
-    assert "jax.checkpoint" in memory_hints(scanned("batch, embed: dp", "dp=4, tp=2", wrap=lambda layer: layer))[1]
+    assert not any("no rule uses" in hint for hint in hints(scanned("batch: dp+tp", "dp=4, tp=2")))
+    assert "jax.checkpoint" in hints(scanned("batch, embed: dp", "dp=4, tp=2", wrap=lambda layer: layer))[0]
 
 
 def test_a_rule_that_makes_a_pipeline_says_so_and_is_the_last_one():
-    (first, _) = memory_hints(scanned("batch: dp; embed?: dp; mlp: none", "dp=4, tp=2"))
-    assert first.startswith("no rule uses `tp`")
-    (rule, _) = memory_hints(scanned("batch: dp; mlp: tp", "dp=4, tp=2"))
-    assert rule.startswith("a rule `embed: dp` at the end")
-    (rule, _) = memory_hints(scanned("batch, embed: dp; mlp: tp; layers?: none", "dp=4, tp=2"))
+    (first, _) = hints(scanned("batch: dp; embed?: dp; mlp: none", "dp=4, tp=2"))
+    assert ": no rule uses `tp`" in first
+    (_, rule) = hints(scanned("batch: dp; mlp: tp", "dp=4, tp=2"))
+    assert "of the arguments: a rule `embed: dp` at the end" in rule
+    (rule, _) = hints(scanned("batch, embed: dp; mlp: tp; layers?: none", "dp=4, tp=2"))
     assert "pipeline" not in rule
 
 
 def test_plans_that_fit_and_large_weights_get_no_such_hint():
-    assert memory_hints(deep(2**12)) == []
+    assert hints(deep(2**12)) == []
     where = {"mesh": "data=4", "topology": "v5e:2x2", "layout": "batch: data"}
     large = mp.plan(lambda w, x: x @ w, f32(2**17, 2**17), f32(64, 2**17), dims={"x": "batch _"}, **where)
     assert large.memory.peak > 15.75 * 2**30
-    assert memory_hints(large) == []  # a rule for weights without names, which are no argument that is updated
+    assert hints(large) == []  # a rule for weights without names, which are no argument that is updated
 
 
 def train(state, x):
@@ -172,45 +175,46 @@ def trained(layout="batch: data", width=2**17, batch=64, **options):
 def test_state_that_is_not_donated_gets_a_hint_with_what_donation_saves():
     """The bytes are those of the plan with donation; a state without updates, or that is donated, gets none."""
     plan, donated = trained(width=2**12), trained(width=2**12, donate_argnames="state")
-    (hint,) = memory_hints(plan)
-    assert hint.startswith("`state` is returned updated but not donated")
+    (hint,) = hints(plan)
     saved = format_memory(plan.memory.peak - donated.memory.peak)
-    assert f'donate_argnames="state" (--donate state) saves {saved} of the peak' in hint
+    assert hint.startswith(
+        f"{saved} of the peak of {format_memory(plan.memory.peak)}: `state` is returned updated but not"
+    )
+    assert hint.endswith('donate_argnames="state" (--donate state)')
     assert f"hint {hint}" in " ".join(str(plan).split())
     assert donated.memory.peak < 0.75 * plan.memory.peak
-    assert memory_hints(donated) == []
+    assert hints(donated) == []
     sharded, sizes = "batch: data; embed: data", {"width": 64, "batch": 2**14}
     wide = trained(sharded, **sizes)  # most of the peak are the inputs
-    (hint,) = memory_hints(wide)
+    (hint,) = hints(wide)
     state = sum(h.bytes for h in wide.inputs if h.path.startswith("state"))
     assert trained(sharded, **sizes, donate_argnames="state").memory.peak > 0.99 * wide.memory.peak
-    assert hint.endswith(
-        f" frees {format_memory(state)} at the end of the step; the peak, which is elsewhere, falls by less than 1 %"
-    )
+    assert hint.startswith(f"{format_memory(state)} at the end of the step: ")
+    assert hint.endswith("; the peak, which is elsewhere, falls by less than 1 %")
     where = {"mesh": "data=4", "layout": "batch: data", "dims": {"x": "batch _"}}
-    assert memory_hints(mp.plan(lambda w, x: (w, x @ w), f32(64, 64), f32(8, 64), **where)) == []
+    assert hints(mp.plan(lambda w, x: (w, x @ w), f32(64, 64), f32(8, 64), **where)) == []
 
 
 def test_a_plan_that_does_not_fit_has_its_remedies():
     """Each hint is an edit, and its bytes are those of the plan with the edit."""
     plan = trained()
     assert str(plan).startswith("DOES NOT FIT")
-    donation, rule = memory_hints(plan)
+    rule, donation = hints(plan)  # the one that saves more is the first
     assert "is returned updated but not donated" in donation
-    text = re.search(r"a rule `(embed|mlp): data` at the end of the layout saves (.*) of the arguments", rule)
-    edited = trained(f"batch: data; {text[1]}: data", donate_argnames="state")
-    assert text[2] == format_memory(plan.argument_bytes() - edited.argument_bytes())
+    text = re.search(r"(.*) of the arguments: a rule `(embed|mlp): data` at the end of the layout", rule)
+    edited = trained(f"batch: data; {text[2]}: data", donate_argnames="state")
+    assert text[1] == format_memory(plan.argument_bytes() - edited.argument_bytes())
     assert edited.memory.peak < 15.75 * 2**30 < plan.memory.peak
 
 
 def test_a_state_that_exceeds_all_devices_names_those_that_hold_it():
     """Parameters, gradients and two moments in float32 take 16 × 2¹³ × width bytes; 85 % of the 15.75 GiB of a v5e may be used."""
     plan = trained(width=2**21, donate_argnames="state")
-    (hint,) = memory_hints(plan)
+    (hint,) = hints(plan)
     assert "256.00 GiB, and v5e:2x2 has 63.00 GiB" in hint
     chips = next(4 * 2**k for k in range(9) if 4 * 2**k * 0.85 * 15.75 >= 256)
     assert hint.endswith(f"They fit on {chips} devices: v5e:4x8")
-    assert memory_hints(trained(width=2**18, donate_argnames="state"))[0].startswith("a rule `")
+    assert hints(trained(width=2**18, donate_argnames="state"))[0].startswith("18.00 GiB of the arguments: ")
 
 
 def attend(q, k, v):
@@ -234,10 +238,33 @@ def test_stored_attention_scores_have_a_hint(fn, stored):
     if stored:
         writes = [b for k in computation_of(plan).kernels for b in k.writes]
         shard = max(b.bytes for b in writes if b.value.elements == 8 * 4 * 512**2)
-        assert hint.startswith(f"attention scores of {format_memory(shard)} are stored at tests/report/test_hints.py:")
-        assert "mp.layers.attention computes them in chunks" in hint
-        assert "of the step" in hint
-        assert "hint attention scores" in " ".join(str(plan).split())
+        assert 0 < hint.seconds <= plan.seconds
+        gain = f"up to {format_seconds(hint.seconds)}: "
+        assert (
+            f"{gain}attention scores of {format_memory(shard)} are stored at tests/report/test_hints.py:" in hint.text
+        )
+        assert "mp.layers.attention computes them in chunks" in hint.text
+        assert f"hint {gain}" in " ".join(str(plan).split())
+
+
+def test_recomputed_matmuls_have_a_hint_where_their_results_fit():
+    """A policy that saves their results adds the bytes of the hint, and saves at most its seconds."""
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    wraps = jax.checkpoint, lambda layer: jax.checkpoint(layer, policy=policy)
+    plan, saving = (scanned("batch: dp", "dp=8", wrap, (8, 4096, 2**15)) for wrap in wraps)
+    hint = recomputation_hint(plan)
+    assert hints(plan)[0] == hint.text
+    assert 0 < plan.seconds - saving.seconds <= hint.seconds
+    assert f"{format_memory(plan.chip.hbm - plan.memory.peak)} are free" in hint.text
+    assert f"{format_memory(saving.memory.peak - plan.memory.peak)}; a larger batch" in hint.text
+    assert recomputation_hint(saving) is None
+    assert "hint  up to" in shown_text(plan_renderable(plan, brief=True))
+    full = scanned("batch: dp", "dp=8", sizes=(8, 4096, 2**16))
+    assert full.memory.peak < full.chip.hbm
+    assert recomputation_hint(full) is None
+    narrow, copied = (scanned("batch, embed: dp", "dp=8", each, (32, 1024, 2**15)) for each in wraps)
+    assert copied.seconds > narrow.seconds
+    assert recomputation_hint(narrow) is None
 
 
 @pytest.mark.parametrize("by_head", [False, True])
@@ -260,5 +287,5 @@ def test_a_fused_weight_that_is_cut_has_a_hint_whose_edit_sends_less(by_head):
     )
     exchanged = sum(c.total_bytes for c in plan.collectives if c.op == "all-to-all")
     assert (exchanged > 0) is not by_head
-    assert [hint.split(" has ")[0] for hint in fused_hints(plan)] == ["`params/layer_*/qkv`"] * (not by_head)
-    assert all(f"sends {format_bytes(exchanged)} of all-to-alls" in hint for hint in fused_hints(plan))
+    gains = [hint.text.split(" has ")[0] for hint in fused_hints(plan)]
+    assert gains == [f"{format_bytes(exchanged)} less to send: `params/layer_*/qkv`"] * (not by_head)

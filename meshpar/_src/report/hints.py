@@ -1,4 +1,4 @@
-"""Hints of a plan: edits of the program that would send fewer bytes, or that need less memory."""
+"""Hints of a plan: edits that make the step shorter, send fewer bytes or need less memory, by their gain."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ...errors import MeshparError
+from ..compat.jax import in_recomputation
 from ..cost.buffer_roles import buffer_roles
 from ..cost.donation import donatable
 from ..cost.kernel_time import kernel_times
@@ -38,62 +40,95 @@ MIN_SAVED_SHARE = 0.01
 """Smallest saving of an edit that a hint mentions, as a fraction of the peak memory."""
 MAX_MICROBATCHES = 64
 """The largest number of microbatches that a hint suggests."""
+MIN_RECOMPUTED_SHARE = 0.03
+"""Smallest time of recomputed matmuls that a hint mentions, as a fraction of the step."""
 
 
-def donation_hint(plan: Plan) -> str | None:
+class Hint(NamedTuple):
+    """An edit of the program, of the layout or of a call.
+
+    Attributes:
+      text: the edit, after its gain.
+      seconds: of the step that it saves at most; 0: not known.
+      bytes: of the peak that it saves; 0: not known.
+    """
+
+    text: str
+    seconds: float = 0.0
+    bytes: float = 0.0
+
+
+def hints(plan: Plan) -> list[str]:
+    """The hints of a plan, the largest gain first: in seconds of the step, or in bytes of the peak if it does not fit."""
+    found = [
+        *_memory_hints(plan),
+        attention_hint(plan),
+        recomputation_hint(plan),
+        *fused_hints(plan),
+        *_exchanges(plan),
+    ]
+    largest = (lambda h: (-h.bytes, -h.seconds)) if fits(plan) is False else (lambda h: (-h.seconds, -h.bytes))
+    return [hint.text for hint in sorted(filter(None, found), key=largest)]
+
+
+def donation_hint(plan: Plan) -> Hint | None:
     """The arguments that a step returns updated but that are not donated, with the memory that donation saves at the peak, or,
     where the plan fits, at the end of the step; None where both are little."""
     arguments = donatable(plan)
     donated = plan.donated | arguments.keys()
     peak, at_end = memory_of(plan).peak, sum(plan.inputs[i].bytes for i in arguments)
     saved = peak - memory_of(with_donated(plan, donated)).peak if arguments else 0.0
-    what = f"saves {format_memory(saved)} of the peak of {format_memory(peak)}"
+    gain, more = f"{format_memory(saved)} of the peak of {format_memory(peak)}", ""
     if saved < MIN_SAVED_SHARE * peak and fits(plan) is not False:
         saved = at_end
         elsewhere = "the peak, which is elsewhere, falls by less than 1 %"
-        what = f"frees {format_memory(saved)} at the end of the step; {elsewhere}"
+        gain, more = f"{format_memory(saved)} at the end of the step", f"; {elsewhere}"
     if saved < MIN_SAVED_SHARE * peak or saved <= 0:
         return None
     names = list(dict.fromkeys(path.partition("/")[0] for path in arguments.values()))
     given = f'"{names[0]}"' if len(names) == 1 else str(tuple(names)).replace("'", '"')
     listed, verb = " and ".join(f"`{name}`" for name in names), "are" if names[1:] else "is"
-    return (
-        f"{listed} {verb} returned updated but not donated, so that the old and the new arrays are live at once: "
-        f"donate_argnames={given} ({' '.join(f'--donate {name}' for name in names)}) {what}"
+    return Hint(
+        f"{gain}: {listed} {verb} returned updated but not donated, so that the old and the new arrays are live at once: "
+        f"donate_argnames={given} ({' '.join(f'--donate {name}' for name in names)}){more}",
+        bytes=0.0 if more else saved,
     )
 
 
-def memory_hints(plan: Plan) -> list[str]:
-    """The edits that save memory, in the order to try: more devices if the state alone does not fit; donation, also where the plan
-    fits; where it does not fit, rules for unused axes, other rules, rematerialization and microbatches."""
-    hints = [donation_hint(plan)]
-    if fits(plan) is False:
-        if state := _state_hint(plan):
-            return [state, *filter(None, hints)]
-        idle = _idle_hints(plan)
-        hints = [*idle, *hints, _rule_hint(plan, idle_axes(plan) if idle else []), _activations_hint(plan)]
-    return [hint for hint in hints if hint]
+def _memory_hints(plan: Plan) -> list[Hint | None]:
+    """The edits that save memory: more devices if the state alone does not fit; donation, also where the plan fits; where it does
+    not fit, rules for unused axes, other rules, rematerialization and microbatches."""
+    donation = donation_hint(plan)
+    if fits(plan) is not False:
+        return [donation]
+    if state := _state_hint(plan):
+        return [state, donation]
+    idle = _idle_hints(plan)
+    return [*idle, donation, _rule_hint(plan, idle_axes(plan) if idle else []), _activations_hint(plan)]
 
 
-def _idle_hints(plan: Plan) -> list[str]:
+def _idle_hints(plan: Plan) -> list[Hint]:
     """For each axis that no rule uses, rules for the batch and for dims of tensor parallelism, each with the memory of its plan."""
     sizes = {dim: size for h in plan.inputs for dim, size in zip(h.dims, h.shape, strict=True) if dim}
     rules = {rule.dim: rule.axes for rule in plan.requested_layout.rules if rule.scope is None}
-    hints = []
+    found = []
     for axis in idle_axes(plan):
         over = (*rules.get("batch", ()), axis)
         tensor = [d for d in TENSOR_DIMS if d in sizes and d not in rules and sizes[d] % plan.sizes[axis] == 0]
         texts = [f"batch: {'+'.join(over)}"] * ("batch" in sizes) + [f"{', '.join(tensor)}: {axis}"] * bool(tensor)
-        edits = []
+        edits, peaks = [], list[float]()
         for text in texts:
             with contextlib.suppress(MeshparError):
                 layout = plan.requested_layout.with_first(Layout(text).rules)
                 peak = memory_of(replan(plan, replace(plan.request, layout=layout))).peak
-                edits += [f"`{text}` ({format_memory(peak)})"] * (peak <= (1 - MIN_SAVED_SHARE) * memory_of(plan).peak)
+                if peak <= (1 - MIN_SAVED_SHARE) * memory_of(plan).peak:
+                    edits.append(f"`{text}` ({format_memory(peak)})")
+                    peaks.append(peak)
         if edits:
             work = f"its {plan.sizes[axis]} devices do the same work: write {', or '.join(edits)}"
-            hints.append(f"no rule uses `{axis}`, so that {work}")
-    return hints
+            saved = memory_of(plan).peak - min(peaks)
+            found.append(Hint(f"{format_memory(saved)}: no rule uses `{axis}`, so that {work}", bytes=saved))
+    return found
 
 
 def topology_for_state(plan: Plan) -> Topology | None:
@@ -112,16 +147,17 @@ def _state_bytes(plan: Plan) -> float:
     return params + opt + (params if opt else 0)
 
 
-def _state_hint(plan: Plan) -> str | None:
+def _state_hint(plan: Plan) -> Hint | None:
     """The smallest topology for the state, if no layout on the plan's devices fits; None elsewhere."""
     where = topology_for_state(plan)
     if where is None or plan.chip is None:
         return None
     has = math.prod(plan.sizes.values()) * plan.chip.per_device().hbm
-    return (
+    return Hint(
         f"no layout fits: parameters, gradients and optimizer state are {format_memory(_state_bytes(plan))}, and "
         f"{plan.topology} has {format_memory(has)} in all, of which a search allows {100 * USABLE_FRACTION:.0f} %. "
-        f"They fit on {where.devices} devices: {where}"
+        f"They fit on {where.devices} devices: {where}",
+        bytes=math.inf,
     )
 
 
@@ -135,16 +171,14 @@ def attention_scores(program: Program) -> tuple[list[Op], set[Value]]:
     exponentials = {v for op in program.root.walk() if op.name in ("exp", "exp2") for v in op.outs}
     made, scores = list[Op](), set[Value]()
     for op in program.root.walk():
-        if op.primitive.family != "dot" or op.primitive.matmul_dims is None:
-            continue
-        batch, *sides, contracted = op.primitive.matmul_dims(op.eqn, *(v.aval.shape for v in op.eqn.invars[:2]))
+        batch, *sides, contracted = _matmul_sides(op)
         if batch > 1 and min(sides) > contracted and not exponentials.isdisjoint(flow.after(op.outs)):
             made.append(op)
             scores |= {v for v in flow.spread(op.outs, ()) if v.elements == op.outs[0].elements}
     return made, scores
 
 
-def attention_hint(plan: Plan) -> str | None:
+def attention_hint(plan: Plan) -> Hint | None:
     """The attention scores that kernels store in memory, and the op that does not store them; None: there are none."""
     (made, scores), time = plan.program.cached(attention_scores), time_of(plan)
     kernels = [k for k in kernels_of(computation_of(plan)) if any(b.value in scores for b in (*k.reads, *k.writes))]
@@ -152,15 +186,16 @@ def attention_hint(plan: Plan) -> str | None:
     if not stored:
         return None
     took = sum(t.seconds * t.count for k in kernels if (t := kernel_times(plan).get(k)))
-    takes = f"; the kernels that read or write them take {format_seconds(took)} of the step" if time else ""
+    gain = f"up to {format_seconds(took)}: " if time else ""
     place = f"{'in' if made[0].module else 'at'} {location_of_op(made[0]) or '?'}"
-    return (
-        f"attention scores of {format_memory(max(stored))} are stored {place}{takes}. mp.layers.attention computes them in chunks, "
-        "which it does not store"
+    return Hint(
+        f"{gain}attention scores of {format_memory(max(stored))} are stored {place}, and read by other kernels. "
+        "mp.layers.attention computes them in chunks, which it does not store",
+        took,
     )
 
 
-def fused_hints(plan: Plan) -> list[str]:
+def fused_hints(plan: Plan) -> list[Hint]:
     """The weights with several arrays in a sharded dim (queries, keys and values), and the bytes that cutting it sends."""
     root_of, sent = plan.program.unifier.weak_root, defaultdict[str, float](float)
     weights = sorted((v for v in plan.program.inputs if v.kind == "params"), key=lambda v: v.elements)
@@ -175,20 +210,60 @@ def fused_hints(plan: Plan) -> list[str]:
         if cut and (weight := weight_of.get(root_of(max(cut)[1]))) is not None:
             sent[re.sub(r"\d+", "*", weight.path or "")] += c.total_bytes
     return [
-        f"`{path}` has several arrays in one sharded dim, and cutting it sends {format_bytes(size)} of all-to-alls. Use one weight "
-        "for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
-        "docs/names.md#fused-kernels"
+        Hint(
+            f"{format_bytes(size)} less to send: `{path}` has several arrays in one sharded dim, which all-to-alls cut. Use one "
+            "weight for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's "
+            "elements): docs/names.md#fused-kernels",
+            _seconds_of(plan, size),
+        )
         for path, size in sorted(sent.items(), key=lambda x: -x[1])[:MAX_HINTS]
     ]
 
 
-def program_hints(plan: Plan) -> list[str]:
-    """The edits of the program that avoid storing attention scores, cutting fused weights, or sending operands."""
-    return [
-        *filter(None, [attention_hint(plan)]),
-        *fused_hints(plan),
-        *(hint.text(plan) for hint in exchange_hints(plan)),
-    ]
+def recomputation_hint(plan: Plan) -> Hint | None:
+    """The matmuls that the backward pass recomputes, if the results of all of them fit the free memory; None: they do not, or are
+    copied in about the time that computes them. Batched matmuls, as of attention scores, are left out.
+
+    A loop copies each result to the stack of all iterations, and the loop of the backward pass copies it from there.
+    """
+    time, memory, took, size = time_of(plan), memory_of(plan), 0.0, 0.0
+    if plan.chip is None or time is None:
+        return None
+    device = plan.chip.per_device()
+    for kernel, of in kernel_times(plan).items():
+        ops = [step.op for step in kernel.matmuls]
+        if ops and all(in_recomputation(op.eqn) and _matmul_sides(op)[0] == 1 for op in ops):
+            made = sum(value_bytes(s.value, s.spec, plan.sizes) for step in kernel.matmuls for s in step.makes)
+            took += of.count * (of.seconds - (of.count > 1) * 4 * made / device.hbm_bandwidth)
+            size += of.count * made
+    if took < MIN_RECOMPUTED_SHARE * time.seconds or memory.peak + size > USABLE_FRACTION * device.hbm:
+        return None
+    return Hint(
+        f"up to {format_seconds(took)}, less where they hide communication: the backward pass recomputes matmuls, and "
+        f"{format_memory(device.hbm - memory.peak)} are free. "
+        "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable of jax.checkpoint saves their results, "
+        f"{format_memory(size)}; a larger batch uses free memory too: docs/faster.md#use-the-memory",
+        took,
+    )
+
+
+def _matmul_sides(op: Op) -> Sequence[int]:
+    """(batch, rows, columns, contracted) of a ``dot_general``; zeros for other ops."""
+    if op.primitive.family != "dot" or op.primitive.matmul_dims is None:
+        return (0, 0, 0, 0)
+    return op.primitive.matmul_dims(op.eqn, *(v.aval.shape for v in op.eqn.invars[:2]))
+
+
+def _exchanges(plan: Plan) -> list[Hint]:
+    """The hints of :func:`exchange_hints`, with their time."""
+    found = [(h, h.sent - h.exchanged) for h in exchange_hints(plan)]
+    return [Hint(f"{format_bytes(less)} less to send: {h.text(plan)}", _seconds_of(plan, less)) for h, less in found]
+
+
+def _seconds_of(plan: Plan, size: float) -> float:
+    """The time that these bytes take of all that the plan sends."""
+    time = time_of(plan)
+    return size * time.communication / plan.bytes_sent if time and plan.bytes_sent else 0.0
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:
@@ -203,7 +278,7 @@ def rule_gains(plan: Plan) -> defaultdict[str, float]:
     return gains
 
 
-def _rule_hint(plan: Plan, without: Sequence[str]) -> str | None:
+def _rule_hint(plan: Plan, without: Sequence[str]) -> Hint | None:
     """The rule that, at the end of the layout, saves most memory of arguments; None: none saves a considerable part.
 
     A rule for an axis of ``without``, or one that makes a pipeline although another one saves memory, is no such rule.
@@ -214,10 +289,11 @@ def _rule_hint(plan: Plan, without: Sequence[str]) -> str | None:
     if gains.get(rule, 0.0) < MIN_SAVED_SHARE * memory_of(plan).peak:
         return None
     stages = " (the axis is then one of stages, of a pipeline)" * (rule.partition(":")[0] in stacks)
-    return f"a rule `{rule}` at the end of the layout{stages} saves {format_memory(gains[rule])} of the arguments"
+    text = f"{format_memory(gains[rule])} of the arguments: a rule `{rule}` at the end of the layout{stages}"
+    return Hint(text, bytes=gains[rule])
 
 
-def _activations_hint(plan: Plan) -> str | None:
+def _activations_hint(plan: Plan) -> Hint | None:
     """Rematerialization and microbatches, if saved activations are the largest part of the peak; None elsewhere.
 
     Saved activations of one microbatch of M take 1/M of their bytes. A rematerialized layer saves its inputs alone, whose bytes
@@ -239,10 +315,11 @@ def _activations_hint(plan: Plan) -> str | None:
     counts = (2**k for k in range(1, MAX_MICROBATCHES.bit_length()))
     count = next((m for m in counts if memory.peak - saved * (1 - 1 / m) <= capacity), None)
     m = count or MAX_MICROBATCHES
-    enough = "" if count else ", which is not enough by itself"
-    return (
-        f"{head}mp.train.accumulate_gradients(…, {m}) stores the activations of one of {m} microbatches at a time, about "
-        f"{format_memory(saved * (1 - 1 / m))} less{enough}"
+    enough, less = "" if count else ", which is not enough by itself", saved * (1 - 1 / m)
+    return Hint(
+        f"about {format_memory(less)}: {head}mp.train.accumulate_gradients(…, {m}) stores the activations of one of {m} "
+        f"microbatches at a time{enough}",
+        bytes=less,
     )
 
 

@@ -17,7 +17,7 @@ from ..program.ir import Op, Program, Value
 from ..units import format_seconds
 from .colours import AxisColours
 from .facts import arrivals_text, fits
-from .hints import memory_hints, program_hints
+from .hints import hints
 from .tables import prose
 
 MAX_OVERLAP_ROWS = 8
@@ -84,9 +84,9 @@ def sections(plan: Plan) -> list[Section]:
 
 
 def remedies(plan: Plan) -> Section:
-    """The edits that save memory; needed where the plan does not fit."""
+    """The hints, the largest gain first; where the plan does not fit, the edits that save memory are before the others."""
     kind = "fix" if fits(plan) is False else "hint"
-    return Section("Less memory", lines=[Line(kind, hint, "green") for hint in memory_hints(plan)])
+    return Section("Hints", lines=[Line(kind, hint, "green") for hint in hints(plan)])
 
 
 def redundant(plan: Plan) -> Section:
@@ -166,10 +166,9 @@ def _unnamed_places(program: Program, missing: Iterable[tuple[Op, Value, int]]) 
 
 
 def notes(plan: Plan) -> Section:
-    """Dims that could not be sharded, hints, joined names, rules and axes without effect, unnamed dims."""
+    """Dims that could not be sharded, joined names, rules and axes without effect, unnamed dims."""
     lines = [
         *(Line("note", note) for note in plan.notes),
-        *(Line("hint", hint, "green") for hint in program_hints(plan)),
         *(Line("join", str(join), "yellow") for join in plan.joins),
     ]
     named, total, missing = plan.program.coverage()

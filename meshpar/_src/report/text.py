@@ -65,12 +65,12 @@ def plan_renderable(plan: Plan, brief: bool = False) -> Any:
         too_large, changes = [Text(line, "bold red"), *changes], []
     blocks: list[list[Any]] = [
         too_large,
-        [*head, _summary(plan, colours)],
+        [*head, _summary(plan, colours), *changes[:1]],
         [collectives_block(plan.collectives, colours, plan.chip is not None, bool(plan.uncounted_loops))],
         pipeline_section(plan),
         _costs(plan),
         [_arguments(plan, colours)],
-        changes,
+        changes[1:],
         *(section.terminal() for section in sections(plan)),
     ]
     lines = [line for block in blocks[: 2 if brief else None] if block for line in (*block, Text())]

@@ -24,7 +24,7 @@ from ..report.colours import AxisColours
 from ..report.diff import MIN_DIFFERENCE, longer_parts
 from ..report.document import Document
 from ..report.facts import calibration_text, takes_text, title
-from ..report.hints import memory_hints, program_hints
+from ..report.hints import hints
 from ..report.tables import Cell, Table, hanging, key, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
@@ -293,7 +293,7 @@ class Search(Document):
         head = [Text.assemble(("search", "bold"), f"  {where}: {self._count}{self._calibrated}")]
         with quiet():
             plan, kind = self.plan(), "hint" if self.fits else "fix"
-        fixes = [(Text(kind, "bold"), Text(hint, "green")) for hint in memory_hints(plan)]
+        fixes = [(Text(kind, "bold"), Text(hint, "green")) for hint in hints(plan)]
         if not self.fits:
             head = [Text(self._misfit(), "bold red"), hanging(fixes), Text(), *head]
         best, styles, rows = self.best, self._styles, self._listed(MAX_TERMINAL_ROWS, self._alike)
@@ -303,8 +303,8 @@ class Search(Document):
         speedup = f"; {self._speedup}" * bool(self._speedup)
         lines["step"] = Text(f"{format_seconds(best.seconds)}, MFU {100 * best.mfu:.0f} %, {usable}{speedup}")
         lines[""] = Text(self.stages)
-        hints = fixes * self.fits + [(Text("hint", "bold"), Text(hint, "green")) for hint in program_hints(plan)]
-        choice = hanging([*((Text(name, "bold"), text) for name, text in lines.items() if text), *hints])
+        named = ((Text(name, "bold"), text) for name, text in lines.items() if text)
+        choice = hanging([*named, *fixes * self.fits])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
