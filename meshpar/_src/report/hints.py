@@ -213,8 +213,8 @@ def fused_hints(plan: Plan) -> list[Hint]:
     for path, cut in sent.items():
         size = sum(c.total_bytes for c in cut)
         text = (
-            f"{format_bytes(size)} of all-to-alls: `{path}` has several arrays in one sharded dim, which are cut. Use one weight for "
-            "each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
+            f"{format_bytes(size)} of all-to-alls: `{path}` has several arrays in one sharded dim, which are cut. Use one weight "
+            "for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
             "docs/names.md#fused-kernels"
         )
         found.append((size, Hint(text, sum(c.total_seconds for c in cut))))
