@@ -9,7 +9,7 @@ import argparse
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -47,9 +47,13 @@ def add_flags(add: Callable[..., Any], kind: type[Any], without: Iterable[str] =
     hints = get_type_hints(kind)
     for f in fields(kind):
         if "flag" in f.metadata and f.name not in without:
-            flag = f.metadata["flag"] or f"--{f.name.replace('_', '-')}"
             how = {**_values_of(hints[f.name]), **f.metadata["argparse"]}
-            add(flag, dest=f.name, default=f.default, **how)
+            add(flag_of(f), dest=f.name, default=f.default, **how)
+
+
+def flag_of(option: Field[Any]) -> str:
+    """The flag of a field that has one: by default ``--`` and its name."""
+    return option.metadata["flag"] or f"--{option.name.replace('_', '-')}"
 
 
 def _values_of(hint: Any) -> dict[str, Any]:

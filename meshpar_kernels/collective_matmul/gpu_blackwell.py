@@ -10,13 +10,13 @@ The protocol of stages and accumulator slots is the protocol of `grouped_matmul.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from meshpar_kernels.collective_matmul.gpu_hopper import Roles
 from meshpar_kernels.collective_matmul.gpu_order import BlockOrder
 from meshpar_kernels.grouped_matmul import blackwell
 from meshpar_kernels.grouped_matmul.gpu_tiles import smem
@@ -33,11 +33,12 @@ def warpgroups(sends: bool) -> int:
     return SENDING + sends
 
 
-def walk(
-    gpu: Any, order: BlockOrder, num_sms: int, memory: list[Any], transposed: bool, load: Callable[..., Any],
-    store: Callable[..., None], finish: Callable[[Any], None], push: Callable[[], None] | None,
-) -> None:  # fmt: skip
-    """As `gpu_hopper.walk`."""
+def walk(gpu: Any, order: BlockOrder, num_sms: int, memory: list[Any], transposed: bool, roles: Roles) -> None:
+    """The loops over this block's tiles: a warpgroup loads and multiplies, another one stores, a third one pushes.
+
+    Args:
+      num_sms, memory, transposed, roles: as in `gpu_hopper.walk`.
+    """
     x_smem, w_smem, acc, *barriers = memory
 
     def matmuls(_, i, stage, total):
@@ -45,19 +46,15 @@ def walk(
         gpu.tcgen05_mma(total, x_smem.at[stage], weights, accumulate=i > 0)
 
     def write_tile(tile_at, _steps, _step, used):
-        blackwell.read_accumulator(
-            gpu,
-            acc,
-            used,
-            barriers,
-            lambda total: store(*tile_at, 0, functools.partial(blackwell.load_columns, gpu, total)),
-        )
+        def store(total):
+            roles.store(*tile_at, 0, functools.partial(blackwell.load_columns, gpu, total))
 
-    blackwell.walk(
-        gpu, order.tile, acc, barriers, order.each(num_sms), load, matmuls, write_tile, finish=lambda: finish(0)
-    )
-    if push is not None:
-        pl.when(lax.axis_index("warpgroup") == SENDING)(push)
+        blackwell.read_accumulator(gpu, acc, used, barriers, store)
+
+    each, finish = order.each(num_sms), functools.partial(roles.finish, 0)
+    blackwell.walk(gpu, order.tile, acc, barriers, each, roles.load, matmuls, write_tile, finish=finish)
+    if roles.push is not None:
+        pl.when(lax.axis_index("warpgroup") == SENDING)(roles.push)
 
 
 def memory(gpu: Any, order: BlockOrder, transposed: bool, dtype: Any) -> list[Any]:

@@ -8,8 +8,9 @@ warpgroups send partial results, and add the received ones to their own in the l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,28 +27,38 @@ LAYOUT = "WGMMA"
 """Mosaic GPU layout of results in registers."""
 
 
+class Roles(NamedTuple):
+    """What the warps of a block do with each of its tiles, and after the last one.
+
+    Attributes:
+      load: (tile index, ring step, row tile, column tile) → function (K step, stage, barrier) that starts the copies of a
+        stage of x and w.
+      store: (tile index, ring step, row tile, column tile, part, columns): writes or sends one of `PARTS` parts of the
+        rows of a tile; `columns(left, width)` are float32 columns of the part in registers.
+      finish: (part): called after the last tile.
+      push: sends this device's rows, concurrently with the tiles; None: nothing is sent.
+    """
+
+    load: Callable[..., Any]
+    store: Callable[..., None]
+    finish: Callable[[Any], None] = lambda part: None
+    push: Callable[[], None] | None = None
+
+
 def warpgroups(sends: bool) -> int:
     """Warpgroups of a block; a sender is a warp of the loading warpgroup."""
     del sends
     return PARTS + 1
 
 
-def walk(
-    gpu: Any, order: BlockOrder, num_sms: int, memory: list[Any], transposed: bool, load: Callable[..., Any],
-    store: Callable[..., None], finish: Callable[[Any], None], push: Callable[[], None] | None,
-) -> None:  # fmt: skip
-    """The loops over this block's tiles.
+def walk(gpu: Any, order: BlockOrder, num_sms: int, memory: list[Any], transposed: bool, roles: Roles) -> None:
+    """The loops over this block's tiles: one warp loads stages, `PARTS` warpgroups multiply and store, one warp pushes.
 
     Args:
       num_sms: thread blocks of the grid.
       memory: refs of `memory`.
       transposed: w is [columns, K].
-      load: (tile index, ring step, row tile, column tile) → function (K step, stage, barrier) that starts the copies of a
-        stage of x and w.
-      store: (tile index, ring step, row tile, column tile, part, columns): writes or sends one of `PARTS` parts of the
-        rows of a tile; `columns(left, width)` are float32 columns of the part in registers.
-      finish: (part): called after the last tile.
-      push: sends this device's rows; called by a warp or warpgroup of its own.
+      roles: what the warps do with each tile.
     """
     x_smem, w_smem, full, empty = memory
     part = lax.axis_index("warpgroup")
@@ -65,11 +76,12 @@ def walk(
 
             hopper.multiply_stages(gpu, step, steps, order.tile.stages, full, empty, matmuls)
             value = acc[...]
-            store(*tile_at, part, lambda left, width: value[:, left : left + width])
+            roles.store(*tile_at, part, lambda left, width: value[:, left : left + width])
 
         pl.run_scoped(with_acc, gpu.ACC((ROWS, order.tile.n), jnp.float32))
 
-    hopper.walk(gpu, order.tile, (full, empty), order.each(num_sms), load, compute, push, lambda: finish(part))
+    finish = functools.partial(roles.finish, part)
+    hopper.walk(gpu, order.tile, (full, empty), order.each(num_sms), roles.load, compute, roles.push, finish)
 
 
 def memory(gpu: Any, order: BlockOrder, transposed: bool, dtype: Any) -> list[Any]:

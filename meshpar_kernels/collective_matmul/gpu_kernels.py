@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from meshpar_kernels import _compat
 from meshpar_kernels._nvlink import DeviceGroup
 from meshpar_kernels.collective_matmul import gpu_peers
+from meshpar_kernels.collective_matmul.gpu_hopper import Roles
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, BlockOrder
 from meshpar_kernels.grouped_matmul.gpu_launch import launch
 from meshpar_kernels.grouped_matmul.gpu_tiles import share, smem, staging_columns, write
@@ -29,7 +30,7 @@ from meshpar_kernels.grouped_matmul.gpu_tiles import share, smem, staging_column
 def _loads(
     gpu: Any, order: BlockOrder, transposed: bool, w: Any, memory: list[Any], rows_of: Callable[..., Any]
 ) -> Any:
-    """`load` of `walk`: the copies of x and w.
+    """`Roles.load`: the copies of x and w.
 
     Args:
       rows_of: (ring step, row tile) → function (K step, dst, barrier) that starts the copy of a stage of x.
@@ -130,7 +131,8 @@ def _gather_kernel(refs: FusedRefs, *, gpu, arch, order: BlockOrder, axis: str, 
         gpu_peers.push(gpu, order, nvlink, x, recv_buffer, slots, loaded, arrived, multiprocessor, num_sms)
 
     load = _loads(gpu, order, transposed, w, memory, rows_of)
-    arch.walk(gpu, order, num_sms, memory, transposed, load, store, lambda _: None, None if alone else push)
+    roles = Roles(load, store, push=None if alone else push)
+    arch.walk(gpu, order, num_sms, memory, transposed, roles)
 
 
 def _as_dtype(columns: Callable[[int, int], jax.Array], width: int, dtype: Any, left: int) -> jax.Array:
@@ -202,9 +204,8 @@ def _scatter_kernel(refs: FusedRefs, *, gpu, arch, order: BlockOrder, axis: str,
             last = multiprocessor + (share(order.tiles, multiprocessor, num_sms) - 1) * num_sms
             gpu_peers.signal_tile(gpu, order, nvlink, summed, last, part)
 
-    arch.walk(
-        gpu, order, num_sms, memory, transposed, _loads(gpu, order, transposed, w, memory, rows_of), store, finish, None
-    )
+    roles = Roles(_loads(gpu, order, transposed, w, memory, rows_of), store, finish)
+    arch.walk(gpu, order, num_sms, memory, transposed, roles)
 
 
 def _launch(

@@ -452,3 +452,65 @@ def test_the_estimate_of_a_step_of_short_kernels_is_within_its_bounds():
     assert "if nothing overlaps: starts of kernels" in text
     assert "bound by starts of kernels 100" in text
     assert max(o.traffic_seconds for o in time.ops) < 1.2e-6
+
+
+GROUPS, GROUP_SIZE, FEATURES, HIDDEN, EXPERTS, SLOTS, CHOICES = 4, 32, 16, 64, 4, 20, 2
+
+
+def masks_of_positions(logits):
+    chances, best = jax.lax.top_k(jax.nn.softmax(logits), CHOICES)
+    choice = jax.nn.one_hot(best, EXPERTS, dtype=jnp.int32)
+    position = jnp.cumsum(choice.reshape(GROUPS, -1, EXPERTS), 1).reshape(choice.shape) * choice - 1
+    slot = jax.nn.one_hot(position, SLOTS)
+    return slot.sum(2), (slot * chances[..., None, None]).sum(2)
+
+
+def masks_of_gshard(logits):
+    chances = left = jax.nn.softmax(logits)
+    combine = 0.0
+    for _ in range(CHOICES):
+        choice = jax.nn.one_hot(jnp.argmax(left, -1), EXPERTS)
+        gate, left = (chances * choice).sum(-1), left * (1 - choice)
+        position = (jnp.cumsum(choice, 1) - choice) * choice
+        kept = choice * (position < SLOTS)
+        slot = jax.nn.one_hot((position * kept).sum(-1).astype(jnp.int32), SLOTS)
+        combine += jnp.einsum("gt,gtx,gts->gtxs", gate, kept, slot)
+    return combine.astype(bool).astype(jnp.float32), combine
+
+
+@pytest.mark.parametrize("dispatch", [masks_of_positions, masks_of_gshard])
+@pytest.mark.parametrize("remat", [False, True])
+def test_model_flops_of_experts_are_those_of_active_parameters(dispatch, remat):
+    """6 FLOPs a token and active parameter, although experts have 320 rows for 256 choices, and einsums dispatch them."""
+
+    def layer(x, p):
+        send, combine = dispatch(x @ p["router"])
+        hidden = jax.nn.gelu(jnp.einsum("xgse,xem->xgsm", jnp.einsum("gtxs,gte->xgse", send, x), p["up"]))
+        return x + jnp.einsum("gtxs,xgse->gte", combine, jnp.einsum("xgsm,xme->xgse", hidden, p["down"])), None
+
+    def step(params, x):
+        def loss(params):
+            return (jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params)[0] ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    shapes = {"router": (FEATURES, EXPERTS), "up": (EXPERTS, FEATURES, HIDDEN), "down": (EXPERTS, HIDDEN, FEATURES)}
+    params = {name: jax.ShapeDtypeStruct((2, *shape), jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((GROUPS, GROUP_SIZE, FEATURES), jnp.float32)
+    active = 2 * (FEATURES * EXPERTS + CHOICES * 2 * FEATURES * HIDDEN)
+    made = mp.plan(step, params, x, mesh="data=4", topology="v5e:2x2", layout="")
+    assert made.time.model_flops == pytest.approx(6 * GROUPS * GROUP_SIZE * active)
+
+
+def test_one_hot_labels_leave_the_flops_of_the_logits():
+    """The head and its gradients count, the lookup of the embedding by a one-hot matmul does not."""
+
+    def loss(params, tokens):
+        labels = jax.nn.one_hot(tokens, 64)
+        values = (labels @ params["table"]) @ params["head"]
+        return ((values * labels).sum() - jax.nn.logsumexp(values, -1).sum()) + (values * labels).sum()
+
+    params = {"table": jax.ShapeDtypeStruct((64, 16), jnp.float32), "head": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
+    tokens = jax.ShapeDtypeStruct((8, 4), jnp.int32)
+    made = mp.plan(jax.grad(loss), params, tokens, mesh="data=4", topology="v5e:2x2", layout="", dims={})
+    assert made.time.model_flops == 6 * 8 * 4 * 16 * 64

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
-from ..compat.jax import in_recomputation
+from ..compat.jax import in_recomputation, literal_array
+from ..compat.loops import loop_parts, operands_of_bodies
 from ..hardware.chips import Chip
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Run
-from ..program.ir import Frame, Program
+from ..program.ir import Frame, Op, Program, Value
 from ..program.kernels import KernelWork
 from ..program.names import SubDim
 from .caching import cached_on_plan
@@ -146,7 +149,9 @@ def model_flops(plan: Plan) -> float:
     """FLOPs of the program's matmuls on all devices together, without recomputation, redundant work and idle slots of pipelines.
 
     Attention counts two matmuls with all scores in the forward pass and four in the backward pass, whatever the mask and the kernel
-    are (Chowdhery et al., PaLM, 2022, appendix B: 6 FLOPs a parameter and token, and 12 · layers · heads · head_dim · seq).
+    are (Chowdhery et al., PaLM, 2022, appendix B: 6 FLOPs a parameter and token, and 12 · layers · heads · head_dim · seq). Of a
+    mixture of experts the active parameters count: matmuls with one-hot masks are lookups, without FLOPs, and rows that such a
+    mask leaves empty, as padding of the capacity of experts, count for nothing (:func:`needed_fractions`).
     """
     return plan.program.traced.cached(_model_flops)
 
@@ -155,12 +160,112 @@ def _model_flops(program: Program, frame: Frame | None = None) -> float:
     """The model FLOPs of one run of a frame, by default of the program.
 
     A recomputed call is left out with its ops, which do not say that they are recomputed."""
-    total = 0.0
+    total, needed = 0.0, program.cached(needed_fractions)
     for op in (frame or program.root).ops:
         if not in_recomputation(op.eqn):
             inner = (_model_flops(program, f) * (1 if f.trip_count is None else f.trip_count) for f in op.frames)
-            total += op.primitive.flops(op.eqn, model=True) + sum(inner)
+            total += op.primitive.flops(op.eqn, model=True) * needed.get(op, 1.0) + sum(inner)
     return total
+
+
+_MOVES = frozenset(
+    "broadcast_in_dim reshape transpose squeeze reduce_sum convert_element_type copy neg reduce_precision name_dims rename_dims "
+    "place sharding_constraint".split()
+)
+"""Ops whose result has the nonzero elements of the operand, rearranged, repeated, converted or added up."""
+
+
+def needed_fractions(program: Program) -> dict[Op, float]:
+    """Matmul → the fraction of its FLOPs that the model needs, if it is below 1: 0 with a one-hot mask as operand or as the factor
+    of the result; of rows that a mask selected, the nonzero elements of the mask per row.
+
+    A mask is the comparison of indices with an iota, and what products, sums and :data:`_MOVES` make of it. With 8 experts of 640
+    slots for 2,048 tokens of two experts each, 4,096 of 5,120 rows are needed.
+    """
+    iota, share = dict[Value, float](), dict[Value, float]()
+    nonzero, valid = (
+        dict[Value, float](),
+        dict[Value, float](),
+    )  # elements of masks, and of indices that are not negative
+    needed, readers = dict[Op, float](), defaultdict[Value, list[Op]](list)
+
+    def passed(a: Value | None, b: Value | None) -> None:
+        """``b`` is a part or a stack of ``a``, or ``a`` moved."""
+        if a is not None and b is not None and a is not b and a.elements:
+            more = b.elements / a.elements
+            for table, scale in ((iota, 1.0), (share, 1.0), (nonzero, more), (valid, more)):
+                if a in table:
+                    table[b] = table[a] * scale
+
+    def visit(frame: Frame) -> None:
+        for op in frame.ops:
+            for body, operands in zip(op.frames, operands_of_bodies(op.eqn, op.ins) if op.frames else (), strict=True):
+                carries = loop_parts(op.eqn).carries if op.primitive.loop else ()
+                for k, (outer, inner) in enumerate(zip(operands, body.ins(), strict=True)):
+                    passed(None if k in carries else outer, inner)
+                visit(body)
+                for k, (inner, outer) in enumerate(zip(body.outs(), op.outs, strict=False)):
+                    passed(None if k < len(carries) else inner, outer)
+            if op.frames or not op.outs:
+                continue
+            (out, *_), ins = op.outs, [v for v in op.ins if v is not None]
+            for v in ins:
+                readers[v].append(op)
+            masks, shares = [nonzero[v] for v in ins if v in nonzero], [share[v] for v in ins if v in share]
+            if op.name == "iota":
+                iota[out] = op.eqn.params["shape"][op.eqn.params["dimension"]]
+            elif op.name in _MOVES and ins:
+                passed(ins[0], out)
+                if op.name == "reduce_sum" and masks:
+                    nonzero[out] = min(masks[0], out.elements)
+            elif op.name == "eq" and sum(v in iota for v in ins) == 1 and len(ins) == 2:
+                index, size = sorted(ins, key=lambda v: v in iota)[0], next(iota[v] for v in ins if v in iota)
+                nonzero[out] = valid.get(index, index.elements) * out.elements / index.elements / size
+            elif op.primitive.family == "dot" and masks:
+                needed[op] = 0.0
+                mask = next(v for v in ins if v in nonzero)
+                own, kept = op.factor_rule.ins[op.ins.index(mask)], op.factor_rule.outs[0]
+                rows = math.prod(n for n, factors in zip(out.shape, kept, strict=True) if factors in own)
+                if (
+                    len(masks) == 2 or rows == mask.elements
+                ):  # a product of masks, or of a mask and a factor of its rows
+                    nonzero[out] = min(masks)
+                elif masks[0] < rows:
+                    share[out] = masks[0] / rows
+            elif op.primitive.family == "dot" and shares:
+                needed[op] = min(shares)
+                if len(shares) == 1:
+                    share[out] = shares[0]
+            elif op.primitive.elementwise:
+                zeros = all(not literal_array(x).any() for x in op.eqn.invars if isinstance(x, Literal))
+                if masks and op.name in ("mul", "and"):
+                    nonzero[out] = min(masks)
+                elif masks and zeros and len(masks) == len(ins) and op.name in ("add", "add_any", "or", "gt", "ne"):
+                    nonzero[out] = sum(masks)
+                elif (
+                    masks and op.name in ("sub", "add") and len(ins) == 1
+                ):  # one less than a position: -1 where there is none
+                    valid[out] = masks[0]
+                elif shares and all(v in share or (v.op is not None and v.op.name == "broadcast_in_dim") for v in ins):
+                    share[out] = min(shares)  # the bias of a row is no row of its own
+
+    def multiplies(op: Op, value: Value) -> bool:
+        """Whether an op multiplies the elements of a value by a mask."""
+        masks = [k for k, v in enumerate(op.ins) if v in nonzero and v is not value]
+        if op.primitive.family != "dot" or not masks:
+            return op.name == "mul" and bool(masks)
+        dims = op.factor_rule.ins
+        return set(dims[masks[0]]) <= set(dims[op.ins.index(value)])
+
+    def only_masked(value: Value) -> bool:
+        """Whether masks multiply a value before it is used: the gradient of a mask."""
+        through = readers[value]
+        return bool(through) and all(
+            (op.name in _MOVES and only_masked(op.outs[0])) or multiplies(op, value) for op in through
+        )
+
+    visit(program.root)
+    return {op: 0.0 if only_masked(op.outs[0]) else n for op, n in needed.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
 from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
-from ..options import add_flags, given_flags
+from ..options import add_flags, flag_of, given_flags
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
@@ -480,9 +480,7 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
     words = ["meshpar", command, args.target]
     given = {"set": args.set, "args": args.arguments, "dims": args.dims, "topology": args.topology}
     options = [f for f in dataclasses.fields(StepOptions) if "flag" in f.metadata]
-    given |= {
-        f.metadata["flag"][2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default
-    }
+    given |= {flag_of(f)[2:]: value for f in options if (value := getattr(args, f.name, f.default)) != f.default}
     for name, value in {**given, **flags}.items():
         value = ",".join(f"{old}={new}" for old, new in value.items()) if isinstance(value, dict) else value
         for text in value if isinstance(value, list) else [value] * (value is not None):
@@ -493,11 +491,8 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
 def _show_next(line: str) -> None:
     """Print what to do next: a command in one line, to copy."""
     head = Text("next", "bold green")
-    print(
-        "",
-        f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)])),
-        sep="\n",
-    )
+    text = f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)]))
+    print(f"\n{text}")
 
 
 @contextlib.contextmanager
@@ -682,10 +677,7 @@ def _check(args: argparse.Namespace) -> int:
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
     if meshes is None:
-        _say(
-            args,
-            f"default  mesh: all shapes of {args.devices} devices for the axes of the layout, since no --mesh is given",
-        )
+        _say(args, f"default  mesh: all shapes of {args.devices} devices, since no --mesh is given")
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)

@@ -287,6 +287,11 @@ function layerPicture(place, nodes) {
     const length = (line.map((word) => word.text).join(" ").length + 1) * CHAR; // over a wire, which is not to be seen between its words
     return make("g", {}, make("rect", { x: x - length / 2, y: y + LINE * k - 11, width: length, height: LINE, fill: "var(--page)" }), text);
   });
+  /** The name of a part, in lines that fit into its box. */
+  const titleLines = (node) => node.name.split(" ").reduce((lines, word) => {
+    const last = lines.at(-1), joined = last ? `${last} ${word}` : word;
+    return joined.length <= 16 || !last ? [...lines.slice(0, -1), joined] : [...lines, word];
+  }, [""]);
   const gateText = (gate) => `${gate.text} ${gate.cost}`;
   /** A collective: on a wire in one line, in a box of the part whose weights it gathers in two. */
   function pill(gate, x, y, width, lines = 1) {
@@ -313,7 +318,7 @@ function layerPicture(place, nodes) {
     if (isGate(node)) return { w: Math.max(...node.gates.map((gate) => gateText(gate).length * 6.4 + 24)), h: 22 + 25 * (node.gates.length - 1) };
     if (isSum(node)) return { w: 24, h: 24 };
     const rows = node.weights.reduce((n, w) => n + wrapped(w.dims, WIDTH - 16).length * LINE + w.gates.length * PILL + 5, 0);
-    return { w: WIDTH, h: (node.time ? 42 : 28) + rows + node.gates.length * PILL };
+    return { w: WIDTH, h: (node.time ? 42 : 28) + LINE * (titleLines(node).length - 1) + rows + node.gates.length * PILL };
   });
   const levels = [];
   nodes.forEach((_, k) => (levels[level[k]] ??= []).push(k));
@@ -367,9 +372,10 @@ function layerPicture(place, nodes) {
     else if (isSum(node)) boxes.push(make("circle", { cx: x, cy: y + 12, r: 11, fill: "var(--page)", stroke: "var(--ink)" }), make("text", { x, y: y + 17.5, "font-size": 17, "text-anchor": "middle", fill: "var(--ink)" }, "+"));
     else {
       const box = make("g", { class: "part" }, make("title", {}, node.about), make("rect", { x: x - w / 2, y, width: w, height: h, rx: 7, fill: "var(--soft)", stroke: "var(--ink)", "stroke-width": 1.2 }),
-        make("text", { x: x - w / 2 + 9, y: y + 18, "font-size": 13, "font-weight": 650, fill: "var(--ink)" }, node.name),
-        make("text", { x: x - w / 2 + 9, y: y + 33, "font-size": 11.5, fill: "var(--dim)" }, node.time));
-      let down = y + (node.time ? 49 : 35);
+        ...titleLines(node).map((line, i) => make("text", { x: x - w / 2 + 9, y: y + 18 + LINE * i, "font-size": 13, "font-weight": 650, fill: "var(--ink)" }, line)));
+      const under = y + LINE * (titleLines(node).length - 1);
+      box.append(make("text", { x: x - w / 2 + 9, y: under + 33, "font-size": 11.5, fill: "var(--dim)" }, node.time));
+      let down = under + (node.time ? 49 : 35);
       for (const weight of node.weights) {
         const lines = wrapped(weight.dims, WIDTH - 16);
         box.append(...dimLines(lines, x - w / 2 + 9, down, "start"));

@@ -104,9 +104,8 @@ def _in_activations(plan: Plan, name: str, n: int) -> str:
     if plan.program.cached(sizes_of_results).get(name) != n - 1:
         return ""
     results = (v for op in plan.program.root.walk() for v in op.outs)
-    dims = (
-        d for v in results for m, d in zip(v.shape, value_dims(plan, v), strict=True) if d[0] == name and m == n - 1
-    )
+    own = (name, n - 1)
+    dims = (d for v in results for m, d in zip(v.shape, value_dims(plan, v), strict=True) if (d[0], m) == own)
     axes = "+".join(next((axes for _, axes in dims if axes), ()))
     return f" ({n - 1:,} in activations{f', split over {axes}' if axes else ''})"
 
@@ -363,9 +362,15 @@ class CollectiveGroup:
 
     @property
     def explanation(self) -> str:
-        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``."""
-        where = "" if not self.location else f"{'in' if self.first.module else 'at'} {self.location}: "
-        return f"{where}{self.first.explanation}"
+        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``; of an all-reduce in place of a
+        reduce-scatter also the numbers of both, for the longest call."""
+        first, where = (
+            self.first,
+            "" if not self.location else f"{'in' if self.first.module else 'at'} {self.location}: ",
+        )
+        largest = "for the longest call, " * (len({c.why for c in self.members}) > 1)
+        numbers = f"; {largest}{first.why.partition('; ')[2]}" if first.entry.slices_locally else ""
+        return f"{where}{first.explanation}{numbers}"
 
     def cells(self) -> list[Cell]:
         """Total bytes, calls, bytes per call (``~``: the mean of calls that differ) and seconds."""

@@ -218,7 +218,7 @@ def fused_hints(plan: Plan) -> list[Hint]:
             "docs/names.md#fused-kernels"
         )
         found.append((size, Hint(text, sum(c.total_seconds for c in cut))))
-    return [hint for _, hint in sorted(found, reverse=True)[:MAX_HINTS]]
+    return [hint for _, hint in sorted(found, key=lambda x: -x[0])[:MAX_HINTS]]
 
 
 def recomputation_hint(plan: Plan) -> Hint | None:

@@ -487,8 +487,9 @@ function drawTimeline(place, data, kept) {
         const x = left(box.start), w = Math.max(0.6, right(box.end) - x), share = Math.min(1, box.busy / (box.end - box.start || 1));
         const part = box.busy ? Math.min(1, box.exposed / box.busy) : 0, tall = box.loop || box.small ? Math.max(2, (high - 4) * share) : high - 4;
         const hidden = name !== "compute" && part < 1;
-        const kind = `${box.css}${hidden ? (part ? " partly" : " hidden") : ""}${box.loop ? " loop" : ""}`;
         const from = box.loop || box.small ? "0deg" : box.waitsFirst ? "90deg" : "270deg"; // the side of the exposed part
+        const solid = part > (from === "270deg" ? 0.9 : 0.5); // under the beginning of the text
+        const kind = `${box.css}${hidden ? (part ? ` partly${solid ? " solid" : ""}` : " hidden") : ""}${box.loop ? " loop" : ""}`;
         const text = tall > 12 ? label(box.labels, w) : "";
         lane.append(make("i", {
           class: kind, role: "img", "aria-label": box.tip.filter(Boolean).join("\n"), tabindex: -1, "data-start": box.start, "data-seconds": box.end - box.start,

@@ -227,7 +227,7 @@ class Context:
     ) -> np.ndarray:
         """int64[devices along ``every``]: the index along ``axes``, which are among them, of each device, the first one major;
         ``moved``: with other coordinates along some axes."""
-        at, index = self.coordinates(every) | (moved or {}), np.zeros(self.size(every), np.int64)
+        at, index = {**self.coordinates(every), **(moved or {})}, np.zeros(self.size(every), np.int64)
         for a in axes:
             index = index * self.sizes[a] + at[a]
         return index
