@@ -90,7 +90,7 @@ def test_a_scheme_for_weights_without_names_gives_the_dims_to_fill_in():
     args = {"w": shape(16, 8)}, shape(8, 16)
     with pytest.warns(
         ReplicatedWarning,
-        match=r'The weights have no names.*\(nnx.eval_shape for nnx modules\).*\n.*\n  "p/w": "_ _",  # \[16, 8\]',
+        match=r'The weights have no names.*\n.*\n  "p/w": "_ _",  # \[16, 8\]',
     ):
         mp.plan(lambda p, x: (x @ p["w"]).mean(), *args, mesh="data=4", layout="fsdp", dims={"x": "batch _"})
 
