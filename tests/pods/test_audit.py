@@ -65,6 +65,17 @@ def test_a_thousand_flips_are_named(run):
     assert named == (n + 1) * len(paths) > 1000
 
 
+@pytest.mark.slow
+def test_ten_thousand_audits_of_clean_states_raise_no_alarm(run):
+    step, state, x = run
+    audit = Audit(step.plan(state, x))
+    for n in range(10_000):
+        if n % 10 == 0:
+            state, _ = step(state, x)
+        audit.start(n, {"state": state})
+        assert audit.finish() == []
+
+
 def test_a_run_names_device_tensor_and_steps(run):
     """The flip persists through the steps until the next audit."""
     step, state, x = run
