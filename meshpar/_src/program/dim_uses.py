@@ -165,7 +165,7 @@ class DimUses:
                 computed = [a or r in self._is_data for a, r in zip(computed, results, strict=True)]
             for out in op.outs:
                 own = next((r for r in results if r is not None and r.nodes is out.nodes), None)
-                self._sources[out] = self._sources.get(own, frozenset((op,)))
+                self._sources[out] = self._sources[own] if own in self._sources else frozenset((op,))
                 if own in self._plain:
                     self._plain.add(out)
         if op.primitive.family == "scan":

@@ -367,7 +367,8 @@ class Kernel:
         def works(avals: Sequence[Any], parts: ShardCounts) -> KernelWork:
             """FLOPs and memory of the batched kernel: of one element, times the number of local elements."""
             size, each = of_each(self.works, avals, parts)
-            return KernelWork(*(n if n is None else size * n for n in astuple(each)))
+            scaled: Any = (n if n is None else size * n for n in astuple(each))
+            return KernelWork(*scaled)
 
         fn, forms = over(lambda *xs: jax.tree.leaves(self.fn(*xs))), tuple(form.batched(where) for form in self.forms)
         own: Any = {"local": self.local and local, "sends": self.sends and sends, "works": self.works and works}
