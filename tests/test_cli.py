@@ -435,7 +435,7 @@ def test_a_check_that_fails_has_status_one(run, monkeypatch):
     monkeypatch.setattr(mp, "check", lambda *_, raises, **__: raised.append(raises) or Report(rows=[wrong]))
     status, out, err = run("check small --layout dp")
     assert status == 1
-    assert "default  mesh: all shapes of 8 devices for the axes of the layout, since no --mesh is given" in err
+    assert "default  mesh: all shapes of 8 devices, since no --mesh is given" in err
     assert raised == [False]  # differences are in the report
     assert [line[:26] for line in out.splitlines()[:2]] == ["✗ 0 of 1 runs of `batch: d", "✗ data=8  largest differen"]
 

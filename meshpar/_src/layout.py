@@ -462,15 +462,12 @@ def divisibility_error(
     devices = math.prod(sizes.values())
     divisors = [n for n in range(2, 2 * parts + 1) if size % n == 0 and devices % n == 0]
     nearest = [*[n for n in divisors if n < parts][-1:], *[n for n in divisors if n > parts][:1]]
-    names = " × ".join(f"`{a}`" for a in rule.axes)
-    other = [f"or use a mesh with {names} of {' or '.join(map(str, nearest))}"] if nearest else []
-    if nearest and len(rule.axes) == 1:
-        spare = next((a for a in sizes if a not in rule.axes), "data" if "model" in rule.axes else "model")
-        total = devices // math.prod(n for a, n in sizes.items() if a not in (spare, *rule.axes))
-        meshes = [{**sizes, rule.axes[0]: n, spare: total // n} for n in nearest if total % n == 0]
-        needs = "" if spare in sizes else f", with rules for `{spare}`: its devices else do the same work"
-        texts = " or ".join(f'mesh="{mesh_text(mesh)}"' for mesh in meshes)
-        other = [f"or use {texts}{needs}"] if meshes else []
+    axis, *more = rule.axes
+    spare = next((a for a in sizes if a not in rule.axes), "data" if axis == "model" else "model")
+    total = devices // math.prod(n for a, n in sizes.items() if a not in (spare, *rule.axes))
+    meshes = [f'mesh="{mesh_text({**sizes, axis: n, spare: total // n})}"' for n in nearest if not (total % n or more)]
+    needs = "" if spare in sizes else f", with rules for `{spare}`: its devices else do the same work"
+    other = [f"or use {' or '.join(meshes)}{needs}"] if meshes else []
     fixes = [f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}", *other]
     fix = f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}"
     divided = inside is not None and inside % parts == 0

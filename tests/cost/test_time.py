@@ -454,7 +454,7 @@ def test_the_estimate_of_a_step_of_short_kernels_is_within_its_bounds():
     assert max(o.traffic_seconds for o in time.ops) < 1.2e-6
 
 
-GROUPS, TOKENS, FEATURES, HIDDEN, EXPERTS, SLOTS, CHOICES = 4, 32, 16, 64, 4, 20, 2
+GROUPS, GROUP_SIZE, FEATURES, HIDDEN, EXPERTS, SLOTS, CHOICES = 4, 32, 16, 64, 4, 20, 2
 
 
 def masks_of_positions(logits):
@@ -496,10 +496,10 @@ def test_model_flops_of_experts_are_those_of_active_parameters(dispatch, remat):
 
     shapes = {"router": (FEATURES, EXPERTS), "up": (EXPERTS, FEATURES, HIDDEN), "down": (EXPERTS, HIDDEN, FEATURES)}
     params = {name: jax.ShapeDtypeStruct((2, *shape), jnp.float32) for name, shape in shapes.items()}
-    x = jax.ShapeDtypeStruct((GROUPS, TOKENS, FEATURES), jnp.float32)
+    x = jax.ShapeDtypeStruct((GROUPS, GROUP_SIZE, FEATURES), jnp.float32)
     active = 2 * (FEATURES * EXPERTS + CHOICES * 2 * FEATURES * HIDDEN)
     made = mp.plan(step, params, x, mesh="data=4", topology="v5e:2x2", layout="")
-    assert made.time.model_flops == pytest.approx(6 * GROUPS * TOKENS * active)
+    assert made.time.model_flops == pytest.approx(6 * GROUPS * GROUP_SIZE * active)
 
 
 def test_one_hot_labels_leave_the_flops_of_the_logits():

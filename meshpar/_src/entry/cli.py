@@ -491,11 +491,8 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
 def _show_next(line: str) -> None:
     """Print what to do next: a command in one line, to copy."""
     head = Text("next", "bold green")
-    print(
-        "",
-        f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)])),
-        sep="\n",
-    )
+    text = f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)]))
+    print(f"\n{text}")
 
 
 @contextlib.contextmanager
@@ -680,10 +677,7 @@ def _check(args: argparse.Namespace) -> int:
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
     if meshes is None:
-        _say(
-            args,
-            f"default  mesh: all shapes of {args.devices} devices for the axes of the layout, since no --mesh is given",
-        )
+        _say(args, f"default  mesh: all shapes of {args.devices} devices, since no --mesh is given")
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)

@@ -110,7 +110,7 @@ def _fix_of_slices(plan: Plan) -> str:
     """The edits with which only the batch is split over slices: a first axis of the mesh between slices alone, and rules that shard
     nothing else over it; "": the plan has both."""
     given = plan.topology and parse_topology(plan.topology).slices
-    slices = given or len({d.slice_index for d in np.ravel(plan.mesh.devices)})
+    slices = given or len({d.slice_index for d in np.ravel(plan.mesh.devices)})  # type: ignore[arg-type]
     sizes, over, left, edits = dict(plan.sizes), list[str](), slices, list[str]()
     for axis, size in plan.sizes.items():  # the first axes are between slices
         over += [axis] * (left > 1)

@@ -41,9 +41,7 @@ def _has_kind(op: Op, value: Value, i: int, kinds: Sequence[str]) -> bool:
         return False
     arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
     dims = (own for v, own in arrays if v is not None and v.nodes == value.nodes)
-    return any(
-        op.rule.kinds[f] in kinds for own in dims if own for f in own[i]
-    )  # no dims: every device needs all of it
+    return any(op.rule.kinds[f] in kinds for own in dims if own for f in own[i])  # no dims: it is not split
 
 
 class Causes:

@@ -104,9 +104,8 @@ def _in_activations(plan: Plan, name: str, n: int) -> str:
     if plan.program.cached(sizes_of_results).get(name) != n - 1:
         return ""
     results = (v for op in plan.program.root.walk() for v in op.outs)
-    dims = (
-        d for v in results for m, d in zip(v.shape, value_dims(plan, v), strict=True) if d[0] == name and m == n - 1
-    )
+    own = (name, n - 1)
+    dims = (d for v in results for m, d in zip(v.shape, value_dims(plan, v), strict=True) if (d[0], m) == own)
     axes = "+".join(next((axes for _, axes in dims if axes), ()))
     return f" ({n - 1:,} in activations{f', split over {axes}' if axes else ''})"
 

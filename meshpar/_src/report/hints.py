@@ -197,7 +197,7 @@ def attention_hint(plan: Plan) -> Hint | None:
 
 def fused_hints(plan: Plan) -> list[Hint]:
     """The weights with several arrays in a sharded dim (queries, keys and values), and the bytes that cutting it sends."""
-    root_of, sent = plan.program.unifier.weak_root, defaultdict[str, float](float)
+    root_of, sent = plan.program.unifier.weak_root, defaultdict[str, list[Collective]](list)
     weights = sorted((v for v in plan.program.inputs if v.kind == "params"), key=lambda v: v.elements)
     weight_of = {root_of(node): v for v in weights for node in v.nodes if node >= 0}  # the largest, not a bias
     for c in plan.collectives:
@@ -208,16 +208,17 @@ def fused_hints(plan: Plan) -> list[Hint]:
         arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
         cut = [(v.shape[i], v.nodes[i]) for v, dims in arrays if v for i, fs in enumerate(dims or ()) if along & {*fs}]
         if cut and (weight := weight_of.get(root_of(max(cut)[1]))) is not None:
-            sent[re.sub(r"\d+", "*", weight.path or "")] += c.total_bytes
-    return [
-        Hint(
-            f"{format_bytes(size)} less to send: `{path}` has several arrays in one sharded dim, which all-to-alls cut. Use one "
-            "weight for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's "
-            "elements): docs/names.md#fused-kernels",
-            _seconds_of(plan, size),
+            sent[re.sub(r"\d+", "*", weight.path or "")].append(c)
+    found = []
+    for path, cut in sent.items():
+        size = sum(c.total_bytes for c in cut)
+        text = (
+            f"{format_bytes(size)} of all-to-alls: `{path}` has several arrays in one sharded dim, which are cut. Use one weight "
+            "for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
+            "docs/names.md#fused-kernels"
         )
-        for path, size in sorted(sent.items(), key=lambda x: -x[1])[:MAX_HINTS]
-    ]
+        found.append((size, Hint(text, sum(c.total_seconds for c in cut))))
+    return [hint for _, hint in sorted(found, key=lambda x: -x[0])[:MAX_HINTS]]
 
 
 def recomputation_hint(plan: Plan) -> Hint | None:
@@ -255,15 +256,10 @@ def _matmul_sides(op: Op) -> Sequence[int]:
 
 
 def _exchanges(plan: Plan) -> list[Hint]:
-    """The hints of :func:`exchange_hints`, with their time."""
-    found = [(h, h.sent - h.exchanged) for h in exchange_hints(plan)]
-    return [Hint(f"{format_bytes(less)} less to send: {h.text(plan)}", _seconds_of(plan, less)) for h, less in found]
-
-
-def _seconds_of(plan: Plan, size: float) -> float:
-    """The time that these bytes take of all that the plan sends."""
-    time = time_of(plan)
-    return size * time.communication / plan.bytes_sent if time and plan.bytes_sent else 0.0
+    """The hints of :func:`exchange_hints`, with the time that their bytes take of all that the plan sends."""
+    time, found = time_of(plan), [(h, h.sent - h.exchanged) for h in exchange_hints(plan)]
+    rate = time.communication / plan.bytes_sent if time and plan.bytes_sent else 0.0
+    return [Hint(f"{format_bytes(less)} less to send: {h.text(plan)}", less * rate) for h, less in found]
 
 
 def rule_gains(plan: Plan) -> defaultdict[str, float]:
