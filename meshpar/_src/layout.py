@@ -314,8 +314,8 @@ class Layout:
             same = renamed[axis]
             named = [replace(r, axes=tuple(renamed[a] or a for a in r.axes)) for r in self.rules]
             if self.scheme and None not in renamed.values():
-                own = {own: a for a, own in renamed.items() if own}
-                fixes.append(f'mesh="{mesh_text({own.get(a, a): n for a, n in mesh.shape.items()})}"')
+                back = {new: a for a, new in renamed.items() if new is not None}
+                fixes.append(f'mesh="{mesh_text({back.get(str(a), str(a)): n for a, n in mesh.shape.items()})}"')
                 fixes.append(f'or layout="{"; ".join(map(str, named))}"')
             else:
                 fixes += (

@@ -87,7 +87,7 @@ def time_of(plan: Plan) -> Time | None:
         return None
     ops = list(kernel_times(plan).values())
     units = ("matmul_seconds", "traffic_seconds", "vector_seconds", "start_seconds")
-    work = [sum(getattr(k, unit) * k.count for k in ops) for unit in units]
+    compute, memory, vector, starts = (sum(getattr(k, unit) * k.count for k in ops) for unit in units)
     busiest_axis, _ = _busiest_axis(plan.collectives)
     unscheduled = math.fsum(seconds for *_, seconds in unscheduled_seconds(plan))
     seconds = schedules(plan)[computation_of(plan)].seconds + unscheduled
@@ -95,8 +95,8 @@ def time_of(plan: Plan) -> Time | None:
     to_host, to_device = (
         host_seconds(plan, sum(t.total_bytes for t in plan.transfers if t.to == to)) for to in ("host", "device")
     )
-    model = model_flops(plan)
-    return Time(*work, plan.comm_seconds, busiest_axis, seconds, model, peak_flops, ops, to_host, to_device)
+    work = compute, memory, vector, starts, plan.comm_seconds, busiest_axis
+    return Time(*work, seconds, model_flops(plan), peak_flops, ops, to_host, to_device)
 
 
 def _busiest_axis(collectives: Iterable[Collective]) -> tuple[float, str]:

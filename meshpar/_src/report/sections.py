@@ -129,7 +129,7 @@ def overlaps(plan: Plan) -> Section:
     groups = grouped_by(plan.overlaps, lambda o: (o.kind, o.axes, o.choice, o.reason))
     for group in sorted(groups, key=gain_of, reverse=True)[:MAX_OVERLAP_ROWS]:
         o, runs = group[0], [o.count for o in group]
-        calls = "?" if None in runs else sum(runs)
+        calls = "?" if None in runs else sum(filter(None, runs))
         pair = "all-gather → matmuls" if o.kind == "gather" else "matmuls → reduce-scatter"
         saved = f"  saves {format_seconds(gain_of(group))}" if gain_of(group) and o.choice != "xla" else ""
         text = Text.assemble(colours.axes(o.axes).terminal, f"  {calls} × {pair}{saved}: {o.reason}")

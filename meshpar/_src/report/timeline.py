@@ -237,9 +237,9 @@ def slowest_kernel(plan: Plan) -> str:
     seconds, group = max(sums, key=lambda found: found[0])
     op, calls = group[0].origin, sum(o.count for o in group)
     name, at = (group[0].name, "") if op is None else (name_of(op), facts.location_of_op(op))
-    place = f" {'in' if op and op.module else 'at'} {at}" if at else ""
+    where = f" {'in' if op and op.module else 'at'} {at}" if at else ""
     runs, share = f"{calls} call{'s' * (calls > 1)}", f"{100 * seconds / time.seconds:.0f} % of the step"
-    return f"{name}{place}, {format_seconds(seconds)} in {runs}, {share}, bound by {_unit(group[0])}"
+    return f"{name}{where}, {format_seconds(seconds)} in {runs}, {share}, bound by {_unit(group[0])}"
 
 
 def step_notes(plan: Plan) -> list[str]:

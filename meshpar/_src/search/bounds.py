@@ -74,11 +74,12 @@ class _ProgramUnits:
                 self._indices[queries] = np.array(indices, int)
             for group in assignment.groups:
                 if group not in self._split:
-                    numbers = [self._numbers.setdefault(axes, len(self._numbers)) for axes in group.axes]
-                    shards = [math.prod(sizes[a] for a in {a for entry in axes for a in entry}) for axes in group.axes]
-                    self._split[group] = np.array(numbers, int), np.array(shards, float)
+                    known = [self._numbers.setdefault(axes, len(self._numbers)) for axes in group.axes]
+                    counts = [math.prod(sizes[a] for a in {a for entry in axes for a in entry}) for axes in group.axes]
+                    self._split[group] = np.array(known, int), np.array(counts, float)
             split, at = [self._split[group] for group in assignment.groups], self._indices[queries]
-            self._last = assignment, *(np.concatenate(of)[at] for of in zip(*split, strict=True))
+            numbers, shards = (np.concatenate(of)[at] for of in zip(*split, strict=True))
+            self._last = assignment, numbers, shards
         return self._last[1:]
 
     def matmul_seconds(self, chip: Chip) -> np.ndarray:

@@ -112,7 +112,7 @@ class Evaluation:
 
     def rank(self, row: Row) -> tuple[int, float, float]:
         """:meth:`Row.rank` by the objective of the search."""
-        return row.rank(self.objective)
+        return row.rank(self.settings.options.objective)
 
     @property
     def best(self) -> Row:
