@@ -282,7 +282,7 @@ def test_bounds_and_utilisation():
     faster = dataclasses.replace(made, chip=made.chip.ideal()).time
     assert faster.compute == time.compute  # nothing was measured there: the peak
     assert time.overlapped == max(time.compute, time.memory, time.communication)
-    assert time.serial == time.compute + time.memory + time.vector + time.communication
+    assert time.serial == pytest.approx(time.compute + time.memory + time.vector + time.starts + time.communication)
     assert time.overlapped <= time.seconds <= time.serial
     assert time.mfu == pytest.approx(time.model_flops / (time.seconds * 16 * 1.97e14))
     assert 0 < time.mfu < 1
