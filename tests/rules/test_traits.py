@@ -12,6 +12,7 @@ PACKAGE = Path(meshpar.__file__).parent / "_src"
 ALLOWED = {
     "compat/jax.py": (1, "below the registry: where each JAX version keeps the bodies of control flow"),
     "compat/loops.py": (3, "below the registry: the operands of a scan, a while loop and a conditional"),
+    "cost/flops.py": (8, "what keeps the zeros of a one-hot mask: products, sums and comparisons of it"),
     "cost/kernels.py": (2, "the maximum that a softmax subtracts: `reduce_max` of what `sub` reads"),
     "layers/checkpoint_policies.py": (1, "JAX asks policies about this call, by its primitive"),
     "layers/recurrence.py": (

@@ -183,10 +183,8 @@ def needed_fractions(program: Program) -> dict[Op, float]:
     slots for 2,048 tokens of two experts each, 4,096 of 5,120 rows are needed.
     """
     iota, share = dict[Value, float](), dict[Value, float]()
-    nonzero, valid = (
-        dict[Value, float](),
-        dict[Value, float](),
-    )  # elements of masks, and of indices that are not negative
+    nonzero = dict[Value, float]()  # the number of these elements of a mask
+    valid = dict[Value, float]()  # the number of indices that are not negative
     needed, readers = dict[Op, float](), defaultdict[Value, list[Op]](list)
 
     def passed(a: Value | None, b: Value | None) -> None:
@@ -242,10 +240,8 @@ def needed_fractions(program: Program) -> dict[Op, float]:
                     nonzero[out] = min(masks)
                 elif masks and zeros and len(masks) == len(ins) and op.name in ("add", "add_any", "or", "gt", "ne"):
                     nonzero[out] = sum(masks)
-                elif (
-                    masks and op.name in ("sub", "add") and len(ins) == 1
-                ):  # one less than a position: -1 where there is none
-                    valid[out] = masks[0]
+                elif masks and op.name in ("sub", "add") and len(ins) == 1:
+                    valid[out] = masks[0]  # one less than a position: -1 where there is none
                 elif shares and all(v in share or (v.op is not None and v.op.name == "broadcast_in_dim") for v in ins):
                     share[out] = min(shares)  # the bias of a row is no row of its own
 
