@@ -203,8 +203,8 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return local(*args, way=way, axes={}, **options)
 
         unsharded.__name__ = name
-        of_pass = functools.partial(functools.partial, way=way)
-        return kernel_rule(text, local=of_pass(local), sends=of_pass(sends), works=of_pass(works))(unsharded)
+        forms = {"local": local, "sends": sends, "works": works}
+        return kernel_rule(text, **{key: functools.partial(form, way=way) for key, form in forms.items()})(unsharded)
 
     return op(forward_text, 0, "attention"), op(backward_text, 1, "attention backward")
 
