@@ -203,8 +203,8 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return local(*args, way=way, axes={}, **options)
 
         unsharded.__name__ = name
-        forms = {"local": local, "sends": sends, "works": works}
-        return kernel_rule(text, **{key: functools.partial(form, way=way) for key, form in forms.items()})(unsharded)
+        own, sent, work = (functools.partial(form, way=way) for form in (local, sends, works))
+        return kernel_rule(text, local=own, sends=sent, works=work)(unsharded)
 
     return op(forward_text, 0, "attention"), op(backward_text, 1, "attention backward")
 
