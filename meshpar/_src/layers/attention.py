@@ -203,8 +203,8 @@ def _ops(form: Form) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return local(*args, way=way, axes={}, **options)
 
         unsharded.__name__ = name
-        own, sent, work = (functools.partial(form, way=way) for form in (local, sends, works))
-        return kernel_rule(text, local=own, sends=sent, works=work)(unsharded)
+        sent, work = functools.partial(sends, way=way), functools.partial(works, way=way)
+        return kernel_rule(text, local=functools.partial(local, way=way), sends=sent, works=work)(unsharded)
 
     return op(forward_text, 0, "attention"), op(backward_text, 1, "attention backward")
 
