@@ -62,7 +62,7 @@ COLUMNS = (
     ".side { border: 1px solid var(--line); border-radius: 8px; padding: 4px 14px } .mp .side h2 { margin: 8px 0 } "
     ".side .time { display: flex; gap: 10px; align-items: baseline; white-space: nowrap } .side .time b { font-size: 32px } "
     ".mp .side .parts > div { font-weight: 400; grid-template-columns: 132px 1fr 62px } .mp .side .parts b { font-weight: 650 } "
-    ".mp .side mark { background: none; color: inherit; display: inline-block; padding: 2px 1px 2px 4px; "
+    ".mp .side mark { background: none; color: inherit; display: inline-block; padding: 2px 6px 2px 4px; margin-bottom: 3px; "
     "border: 2.5px solid var(--a5); border-radius: 7px } "
     ".side .down, .side .up { font-weight: 650; font-size: 18px } .mp .side .chips svg { margin: 4px auto; width: 330px }"
 )
@@ -194,6 +194,7 @@ def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
     rules = "" if layout else f"; rules of both: {layouts[0]}"
     body = (
         f'{head}<div>{inputs}, planned{rules}</div><div class="sides">{"".join(sides)}</div><p class="dim" style="max-width:none">'
+        "Framed: what differs. "
         "exposed: kernels wait for communication. collectives: all over these mesh axes, also those that overlap with kernels. "
         '<span class="links">Drawings: the chips, and the links of one group of each axis; the wider a line, the more bytes pass '
         "it.</span></p>"

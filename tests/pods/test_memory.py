@@ -269,7 +269,7 @@ import meshpar._src.pods.checkpoint as disk
 import numpy as np
 sys.path.insert(0, {helpers!r})
 import pod_programs as programs
-disk._read = None  # no state is read from disk
+disk.read_leaves = None  # no state is read from disk
 mesh, layout = mp.mesh("slice=2, data=2"), mp.Layout({layout!r})
 init = mp.init(programs.create, mesh=mesh, layout=layout, dims=programs.PARAMS)
 dims = {{**programs.PARAMS, "x": "batch embed"}}

@@ -10,7 +10,14 @@ import pytest
 import meshpar as mp
 from meshpar._src.cost.kernels import computation_of
 from meshpar._src.report.document import shown_text
-from meshpar._src.report.hints import attention_hint, exchange_hints, fused_hints, hints, recomputation_hint
+from meshpar._src.report.hints import (
+    attention_hint,
+    exchange_hints,
+    float32_hint,
+    fused_hints,
+    hints,
+    recomputation_hint,
+)
 from meshpar._src.report.text import plan_renderable
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 
@@ -289,3 +296,20 @@ def test_a_fused_weight_that_is_cut_has_a_hint_whose_edit_sends_less(by_head):
     assert (exchanged > 0) is not by_head
     assert [hint.text.split("`")[1] for hint in fused_hints(plan)] == ["params/layer_*/qkv"] * (not by_head)
     assert all(hint.text.startswith(f"{format_bytes(exchanged)} of all-to-alls: ") for hint in fused_hints(plan))
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "slow"),
+    [("h100:8", "float32", True), ("h100:8", "bfloat16", False), ("v5e:2x4", "float32", False)],
+)
+def test_matmuls_in_float32_have_a_hint_where_bfloat16_is_faster(chip, dtype, slow):
+    """Of a step bound by matmuls, half of their time, and half of the traffic besides."""
+    x, w = (jax.ShapeDtypeStruct(s, dtype) for s in ((2**16, 4096), (4096, 4096)))
+    plan = mp.plan(
+        lambda x, w: x @ w, x, w, mesh="data=8", topology=chip, layout="batch: data", dims={"x": "batch embed"}
+    )
+    hint = float32_hint(plan)
+    assert (hint is not None) is slow
+    if hint is not None:
+        assert hint.seconds == pytest.approx(plan.time.compute / 2)
+        assert f"up to {format_seconds(hint.seconds)}: matmuls are in float32" in " ".join(str(plan).split())

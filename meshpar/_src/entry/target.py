@@ -165,9 +165,12 @@ def failing_as_target(
         not_the_users = (str(Path(__file__).parents[2]), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
         own = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(not_the_users)]
         line = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else None
-        first = next(iter(str(e).splitlines()), "")
+        first, *more = [" ".join(text.split()) for text in str(e).split("\n\n")]
+        text = (
+            " ".join([first, *more[:1]]) if first.endswith(":") else first
+        )  # JAX states the difference after the colon
         fixes = [*fixes_of(e), "--debug shows the traceback"]
-        raise TargetError(f"{name} fails: {type(e).__name__}: {first}", source=line, fixes=fixes) from e
+        raise TargetError(f"{name} fails: {type(e).__name__}: {text}", source=line, fixes=fixes) from e
 
 
 def _file(where: str) -> ModuleType:

@@ -199,9 +199,9 @@ def _metrics(a: Plan, b: Plan) -> Iterator[Metric]:
     if memory_of(a).host or memory_of(b).host:
         yield metric("in the host's memory", "memory", lambda p: memory_of(p).host)
     yield time("step", "seconds")
-    yield time("compute", "compute")
-    yield time("memory traffic", "memory")
-    yield time("communication", "communication")
+    yield time("matmuls alone", "compute")
+    yield time("memory traffic alone", "memory")
+    yield time("communication alone", "communication")
     yield time("MFU", "mfu", "share")
     yield metric("sent by a device in a step", "bytes", lambda p: p.bytes_sent)
     for op in dict.fromkeys(c.op for c in (*a.collectives, *b.collectives)):

@@ -40,8 +40,8 @@ MIN_SAVED_SHARE = 0.01
 """Smallest saving of an edit that a hint mentions, as a fraction of the peak memory."""
 MAX_MICROBATCHES = 64
 """The largest number of microbatches that a hint suggests."""
-MIN_RECOMPUTED_SHARE = 0.03
-"""Smallest time of recomputed matmuls that a hint mentions, as a fraction of the step."""
+MIN_MATMUL_SHARE = 0.03
+"""Smallest time of recomputed matmuls, or of matmuls in float32, that a hint mentions, as a fraction of the step."""
 
 
 class Hint(NamedTuple):
@@ -64,6 +64,7 @@ def hints(plan: Plan) -> list[str]:
         *_memory_hints(plan),
         attention_hint(plan),
         recomputation_hint(plan),
+        float32_hint(plan),
         *fused_hints(plan),
         *_exchanges(plan),
     ]
@@ -237,7 +238,7 @@ def recomputation_hint(plan: Plan) -> Hint | None:
             made = sum(value_bytes(s.value, s.spec, plan.sizes) for step in kernel.matmuls for s in step.makes)
             took += of.count * (of.seconds - (of.count > 1) * 4 * made / device.hbm_bandwidth)
             size += of.count * made
-    if took < MIN_RECOMPUTED_SHARE * time.seconds or memory.peak + size > USABLE_FRACTION * device.hbm:
+    if took < MIN_MATMUL_SHARE * time.seconds or memory.peak + size > USABLE_FRACTION * device.hbm:
         return None
     return Hint(
         f"up to {format_seconds(took)}, less where they hide communication: the backward pass recomputes matmuls, and "
@@ -245,6 +246,28 @@ def recomputation_hint(plan: Plan) -> Hint | None:
         "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable of jax.checkpoint saves their results, "
         f"{format_memory(size)}; a larger batch uses free memory too: docs/faster.md#use-the-memory",
         took,
+    )
+
+
+def float32_hint(plan: Plan) -> Hint | None:
+    """The matmuls in float32 of a chip that multiplies bfloat16 faster, as GPUs do; None: they are few."""
+    time = time_of(plan)
+    if plan.chip is None or time is None:
+        return None
+    rate = plan.chip.matmul_rate("float32") / plan.chip.matmul_rate("bfloat16")
+    in_float32 = (
+        of.count * of.matmul_seconds
+        for kernel, of in kernel_times(plan).items()
+        if kernel.matmuls and str(kernel.matmuls[0].op.eqn.invars[0].aval.dtype) == "float32"
+    )
+    saved = (1 - rate) * sum(in_float32)
+    if saved < MIN_MATMUL_SHARE * time.seconds:
+        return None
+    return Hint(
+        f"up to {format_seconds(saved)}: matmuls are in float32, for which {with_article(plan.chip.name)} has {rate:.2g} of the "
+        'rate of bfloat16. dtype=jnp.bfloat16 of Flax\'s layers, or mp.train.Precision(compute="bfloat16")(loss), leaves the '
+        "weights in float32",
+        saved,
     )
 
 
