@@ -80,7 +80,7 @@ def test_a_fault_in_a_transformer_that_is_proven_changes_nothing():
     assert status(written, program) == "proven"
     found = list(faults(program))[::2]
     same = [other for _, other in found if status(written, other) == "proven"]
-    assert len(found) > 90
+    assert len(found) > 60
     assert len(same) < 10
     key = jax.random.key(0)
     args = [
