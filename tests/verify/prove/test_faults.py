@@ -78,10 +78,10 @@ def test_a_fault_in_a_transformer_that_is_proven_changes_nothing():
     """Of the faults in a Llama, those that are proven are of bounds and masks of values that other ops drop."""
     written, program = lowered(tiny_llama("fsdp_tensor"))
     assert status(written, program) == "proven"
-    found = list(faults(program))[::2]
+    found = list(faults(program))
     same = [other for _, other in found if status(written, other) == "proven"]
-    assert len(found) > 60
-    assert len(same) < 10
+    assert len(found) > 130
+    assert len(same) < 20
     key = jax.random.key(0)
     args = [
         jnp.where(jnp.arange(a.size).reshape(a.shape) % 5 == 0, 60, jnp.arange(a.size).reshape(a.shape) % 48)
@@ -100,9 +100,8 @@ def test_a_pipeline_of_two_rounds_is_proven_against_its_rewritten_program():
     step, args, dims = llama.tiny(layers=8, microbatches=4, embed=16, mlp=16, heads=2, kv_heads=2, vocab=16, seq=4)
     where = {"mesh": mp.mesh("stage=4, data=2"), "layout": "batch, embed: data; vocab: stage; layers: stage*2"}
     plan = mp.plan(step, *args, dims=dims, lowering="shard_map", **where)
-    assert (
-        without_dead_code(plan.program.closed) is plan.program.closed
-    )  # idle slots compute nothing that the plan counts
+    # Idle slots compute nothing that the plan counts.
+    assert without_dead_code(plan.program.closed) is plan.program.closed
     proof = plan.prove()
     assert proof.status == "not verified"
     assert not [cause for cause in proof.failed if cause.op == "plan"]
