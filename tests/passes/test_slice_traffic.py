@@ -37,6 +37,7 @@ def test_what_crosses_slices():
     ("mesh", "layout", "fix"),
     [
         ("data=4, slice=2", "batch: slice+data; embed: data", ("slice=2, data=4", None)),
+        ("ici=4, dcn=2", "batch: dcn+ici; embed: ici", ("dcn=2, ici=4", None)),
         ("data=8", "batch, embed: data", ("slice=2, data=4", "batch: slice+data; embed: data")),
         ("data=4, model=2", "batch: data; mlp: model; embed: data",
          ("slice=2, data=2, model=2", "batch: slice+data; mlp: model; embed: data")),
@@ -51,5 +52,5 @@ def test_the_note_has_the_mesh_and_the_layout_with_which_weights_stay_in_a_slice
     (note,) = (n for n in plan(mesh, layout).notes if "other slices" in n)
     given = [re.search(f'--{what} "(.*?)"', note) for what in ("mesh", "layout")]
     assert tuple(found and found[1] for found in given) == fix
-    assert ("since `slice` is not first" in note) == ("slice=2" in mesh and fix[0] is not None)
+    assert ("is not first" in note) == (("slice=2" in mesh or "dcn=2" in mesh) and fix[0] is not None)
     assert not any("other slices" in n for n in plan(fix[0] or mesh, fix[1] or layout).notes)

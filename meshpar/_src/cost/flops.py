@@ -20,6 +20,7 @@ from ..plan.steps import Run
 from ..program.ir import Frame, Op, Program, Value
 from ..program.kernels import KernelWork
 from ..program.names import SubDim
+from ..rules.partial import MOVES, NEGATES
 from .caching import cached_on_plan
 from .tiles import padding_of
 
@@ -168,19 +169,19 @@ def _model_flops(program: Program, frame: Frame | None = None) -> float:
     return total
 
 
-_MOVES = frozenset(
-    "broadcast_in_dim reshape transpose squeeze reduce_sum convert_element_type copy neg reduce_precision name_dims rename_dims "
-    "place sharding_constraint".split()
-)
-"""Ops whose result has the nonzero elements of the operand, rearranged, repeated, converted or added up."""
+def _keeps_zeros(op: Op) -> bool:
+    """Whether the result has the nonzero elements of the operand: rearranged, repeated, converted, negated or added up."""
+    entry = op.primitive
+    moves = not {MOVES, NEGATES}.isdisjoint(entry.partial) and entry.family != "barrier"
+    return moves or entry.family in ("broadcast", "cast", "rounding") or op.name == "reduce_sum"
 
 
 def needed_fractions(program: Program) -> dict[Op, float]:
     """Matmul → the fraction of its FLOPs that the model needs, if it is below 1: 0 with a one-hot mask as operand or as the factor
     of the result; of rows that a mask selected, the nonzero elements of the mask per row.
 
-    A mask is the comparison of indices with an iota, and what products, sums and :data:`_MOVES` make of it. With 8 experts of 640
-    slots for 2,048 tokens of two experts each, 4,096 of 5,120 rows are needed.
+    A mask is the comparison of indices with an iota, and what multiplications, additions and :func:`_keeps_zeros` make of it. With
+    8 experts of 640 slots for 2,048 tokens of two experts each, 4,096 of 5,120 rows are needed.
     """
     iota, share = dict[Value, float](), dict[Value, float]()
     nonzero = dict[Value, float]()  # the number of these elements of a mask
@@ -212,10 +213,10 @@ def needed_fractions(program: Program) -> dict[Op, float]:
             masks, shares = [nonzero[v] for v in ins if v in nonzero], [share[v] for v in ins if v in share]
             if op.name == "iota":
                 iota[out] = op.eqn.params["shape"][op.eqn.params["dimension"]]
-            elif op.name in _MOVES and ins:
+            elif _keeps_zeros(op) and ins:
                 passed(ins[0], out)
-                if op.name == "reduce_sum" and masks:
-                    nonzero[out] = min(masks[0], out.elements)
+                if masks:  # a sum has as many, at most
+                    nonzero[out] = min(masks[0] * max(1.0, out.elements / ins[0].elements), out.elements)
             elif op.name == "eq" and sum(v in iota for v in ins) == 1 and len(ins) == 2:
                 index, size = sorted(ins, key=lambda v: v in iota)[0], next(iota[v] for v in ins if v in iota)
                 nonzero[out] = valid.get(index, index.elements) * out.elements / index.elements / size
@@ -226,7 +227,7 @@ def needed_fractions(program: Program) -> dict[Op, float]:
                 rows = math.prod(n for n, factors in zip(out.shape, kept, strict=True) if factors in own)
                 if (
                     len(masks) == 2 or rows == mask.elements
-                ):  # a product of masks, or of a mask and a factor of its rows
+                ):  # of two masks, or of a mask and a factor of each of its rows
                     nonzero[out] = min(masks)
                 elif masks[0] < rows:
                     share[out] = masks[0] / rows
@@ -257,7 +258,7 @@ def needed_fractions(program: Program) -> dict[Op, float]:
         """Whether masks multiply a value before it is used: the gradient of a mask."""
         through = readers[value]
         return bool(through) and all(
-            (op.name in _MOVES and only_masked(op.outs[0])) or multiplies(op, value) for op in through
+            (_keeps_zeros(op) and only_masked(op.outs[0])) or multiplies(op, value) for op in through
         )
 
     visit(program.root)

@@ -370,9 +370,10 @@ def check(
     def subject(mesh: Mesh, layout: Layout, lowering: Lowering) -> contextlib.AbstractContextManager[Subject]:
         return step._with(mesh=auto_mesh(mesh), layout=layout, lowering=lowering)._check_subject(args, kwargs or {})
 
-    how: Any = {"layouts": layout, "meshes": mesh, "lowerings": lowerings, "tolerance": tolerance, "raises": raises}
     with progress_line("checking", progress) as tell:
-        return check_layouts(subject, tell=tell, **how)
+        return check_layouts(
+            subject, layouts=layout, meshes=mesh, lowerings=lowerings, tolerance=tolerance, raises=raises, tell=tell
+        )
 
 
 @takes_options(StepOptions)

@@ -785,11 +785,12 @@ def _planned(
     return with_shared_results(plan, request=replace(plan.request, name=target.name.rpartition(":")[2]))
 
 
-def _where(args: argparse.Namespace, target: Target, *where: str | None) -> tuple[str, str]:
-    """The mesh and the layout, of a mesh, topology and layout; defaults of those that are left out are printed to stderr."""
-    given, topology, layout = where
+def _where(
+    args: argparse.Namespace, target: Target, mesh: str | None, topology: str | None, layout: str | None
+) -> tuple[str, str]:
+    """The mesh and the layout; defaults of those that are left out are printed to stderr."""
     layout = None if layout is None else _layout(args, target, layout)
-    mesh = _mesh(args, given, topology, layout)
+    mesh = _mesh(args, mesh, topology, layout)
     if layout is None:
         layout = _default_layout(args, target, mesh, topology)
         _say(args, f"default  layout: {layout}")

@@ -306,9 +306,12 @@ class Jitted(Generic[P, R]):
           CheckError: a result differs by more than rounding.
           MeshError: an abstract mesh, which has no devices to run on.
         """
-        own: Any = {"layouts": [self.layout], "lowerings": [self.lowering]}
-        own["meshes"] = with_devices(self.mesh, "a check runs the step")
-        return check_layouts(lambda mesh, *_: self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs), **own)
+        mesh = with_devices(self.mesh, "a check runs the step")
+
+        def subject(mesh: Mesh, *_: Any) -> contextlib.AbstractContextManager[Subject]:
+            return self._with(mesh=mesh, **NO_DONATION)._check_subject(args, kwargs)
+
+        return check_layouts(subject, layouts=[self.layout], meshes=mesh, lowerings=[self.lowering])
 
     @takes_options()
     def compile(
@@ -342,8 +345,16 @@ class Jitted(Generic[P, R]):
         if compiler_options:
             step = step._with(compiler_options={**self._options.compiler_options, **compiler_options})
         lowered, plan = step.lower(*args, **kwargs), step.plan(*args, **kwargs)
-        how: Any = {"effort": effort, "timeout": timeout, "cache": cache, "progress": progress}
-        return compile_lowered(lowered, name=getattr(self, "__name__", "step"), plan=plan, mesh=step.mesh, **how)
+        return compile_lowered(
+            lowered,
+            effort=effort,
+            timeout=timeout,
+            cache=cache,
+            progress=progress,
+            name=getattr(self, "__name__", "step"),
+            plan=plan,
+            mesh=step.mesh,
+        )
 
     def export(
         self, /, *args: Any, platforms: Sequence[str] | None = None, disabled_checks: Sequence[Any] = (), **kwargs: Any

@@ -166,9 +166,7 @@ def failing_as_target(
         own = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(not_the_users)]
         line = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].name})" if own else None
         first, *more = [" ".join(text.split()) for text in str(e).split("\n\n")]
-        text = (
-            " ".join([first, *more[:1]]) if first.endswith(":") else first
-        )  # JAX states the difference after the colon
+        text = f"{first} {more[0]}" if more and first.endswith(":") else first  # JAX states the difference below
         fixes = [*fixes_of(e), "--debug shows the traceback"]
         raise TargetError(f"{name} fails: {type(e).__name__}: {text}", source=line, fixes=fixes) from e
 

@@ -238,9 +238,9 @@ class Session:
     def _replanned(self, draft: Draft) -> Plan:
         """The plan of a draft. :attr:`_plan` is the same, with a cache."""
         where, base = _place(draft.mesh, draft.topology), self._of(draft).base
-        how: Any = {"topology": draft.topology or "", "lowering": draft.lowering or None}
+        topology, lowering = draft.topology or "", draft.lowering or None
         with quiet():
-            return base.replan(layout=draft.layout, mesh=where, **how)
+            return base.replan(layout=draft.layout, mesh=where, topology=topology, lowering=lowering)
 
     def _of(self, draft: Draft) -> Session:
         """The session of the program with the sizes and names of a draft. :attr:`_sized` and :attr:`_named` are :meth:`_resized`

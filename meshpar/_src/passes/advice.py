@@ -109,26 +109,26 @@ def _slice_traffic(plan: Plan) -> str | None:
 def _fix_of_slices(plan: Plan) -> str:
     """The edits with which only the batch is split over slices: a first axis of the mesh between slices alone, and rules that shard
     nothing else over it; "": the plan has both."""
-    given = plan.topology and parse_topology(plan.topology).slices
+    given, rules = plan.topology and parse_topology(plan.topology).slices, plan.requested_layout.rules
     slices = given or len({d.slice_index for d in np.ravel(plan.mesh.devices)})  # type: ignore[arg-type]
-    sizes, over, left, edits = dict(plan.sizes), list[str](), slices, list[str]()
-    for axis, size in plan.sizes.items():  # the first axes are between slices
-        over += [axis] * (left > 1)
-        left, sizes[axis] = left // math.gcd(size, left), size // math.gcd(size, left)
-    text = "keep weights within a slice, and split only the batch over slices"
-    if sizes[over[-1]] > 1 or (plan.sizes.get(BETWEEN_SLICES) == slices and over[0] != BETWEEN_SLICES):
+    sizes, within, over, left = dict(plan.sizes), dict(plan.sizes), list[str](), slices
+    for axis, size in sizes.items():  # the first axes are between slices
+        if left > 1:
+            over.append(axis)
+            within[axis], left = size // math.gcd(size, left), left // math.gcd(size, left)
+    text, edits = "keep weights within a slice, and split only the batch over slices", list[str]()
+    if within[over[-1]] > 1 or (sizes.get(BETWEEN_SLICES) == slices and BETWEEN_SLICES not in over):
         text = f"the mesh axis `{over[-1]}` crosses slices"
-        if plan.sizes.get(BETWEEN_SLICES) == slices:
-            sizes, text = dict(plan.sizes), f"{text}, since `{BETWEEN_SLICES}` is not first"
-        sizes = {BETWEEN_SLICES: slices, **{a: n for a, n in sizes.items() if a != BETWEEN_SLICES and n > 1}}
-        edits, over = [f'--mesh "{mesh_text(sizes)}"'], [BETWEEN_SLICES]
-    else:
-        sizes = dict(plan.sizes)
-    kept = [
-        replace(r, axes=tuple(a for a in r.axes if a in sizes and a not in over)) for r in plan.requested_layout.rules
-    ]
-    kept = [replace(r, axes=(*over, *r.axes)) if (r.dim, r.scope) == ("batch", None) else r for r in kept]
-    layout = Layout("; ".join(str(r) for r in kept if r.axes))
+        of_batch = (a for a in sizes if {r.dim for r in rules if a in r.axes} == {"batch"})
+        own = next((a for a in (BETWEEN_SLICES, *of_batch) if sizes.get(a) == slices), None)
+        if own is not None:
+            within, text = sizes, f"{text}, since `{own}` is not first"
+        first = own or BETWEEN_SLICES
+        mesh = {first: slices, **{a: n for a, n in within.items() if a != first and n > 1}}
+        edits, over = [f'--mesh "{mesh_text(mesh)}"'], [first]
+    inside = [replace(r, axes=tuple(a for a in r.axes if a in sizes and a not in over)) for r in rules]
+    inside = [replace(r, axes=(*over, *r.axes)) if (r.dim, r.scope) == ("batch", None) else r for r in inside]
+    layout = Layout("; ".join(str(r) for r in inside if r.axes))
     edits += [f'--layout "{layout}"'] * (layout != plan.requested_layout)
     return f"; {text}: {' '.join(edits)}" if edits else ""
 

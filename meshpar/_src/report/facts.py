@@ -364,10 +364,8 @@ class CollectiveGroup:
     def explanation(self) -> str:
         """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``; of an all-reduce in place of a
         reduce-scatter also the numbers of both, for the longest call."""
-        first, where = (
-            self.first,
-            "" if not self.location else f"{'in' if self.first.module else 'at'} {self.location}: ",
-        )
+        first = self.first
+        where = "" if not self.location else f"{'in' if first.module else 'at'} {self.location}: "
         largest = "for the longest call, " * (len({c.why for c in self.members}) > 1)
         numbers = f"; {largest}{first.why.partition('; ')[2]}" if first.entry.slices_locally else ""
         return f"{where}{first.explanation}{numbers}"
