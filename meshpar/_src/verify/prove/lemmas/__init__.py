@@ -12,9 +12,10 @@ raises :class:`Unverified` where its law does not apply. An op without a lemma i
     reduce       reductions, cumulative ops, windows, sorts
     index        slices, gathers and scatters at computed indices
     collective   collectives
-    bits         identities of the bits of elements, random keys and bits
+    bits         identities of the bits of elements
+    random       random keys and bits
     kernel       kernels, whose local form is assumed to compute the global one
 """
 
-from . import bits, collective, contract, elementwise, index, kernel, reduce, shape
+from . import bits, collective, contract, elementwise, index, kernel, random, reduce, shape
 from .table import LOCAL_FORM, family_of, lemma_of

@@ -1,4 +1,4 @@
-"""Bits: identities by which a reduction of the bits of elements is one of the elements; random keys and bits.
+"""The bits of elements: identities by which a reduction of bits is one of the elements.
 
 XLA's all-reduces on CPUs lose NaN in a maximum, and the sign of zero in a sum of which all devices but one have -0.0. So a program
 for CPUs reduces integers instead: images of the elements, in the order of the floats, or whose bits are 0 for -0.0.
@@ -6,20 +6,14 @@ for CPUs reduces integers instead: images of the elements, in the order of the f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from fractions import Fraction
 
-import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ....compat.jax import aval_of, key_impl
-from ..laws import ALL, act, not_partial
 from ..relation import Context, Rel, out_dtype, out_shape, require
-from ..term import Term, Terms, frozen, is_float
-from .shape import sliced
+from ..term import Term, Terms, is_float
 from .table import lemma
 
 
@@ -63,39 +57,3 @@ def ordered(terms: Terms, x: Term, bits: Term, kind: str) -> Term:
     nan, limits = terms.make("ne", (), (x, x), x.shape, "bool"), np.iinfo(bits.dtype)
     limit = terms.literal(limits.max if kind == "max" else limits.min, bits.dtype, len(x.shape))
     return terms.make("select_n", (), (nan, flipped(terms, bits), limit), x.shape, bits.dtype)
-
-
-# -- random keys and bits
-
-OPS = "seed wrap unwrap split fold_in clone gamma".split()
-
-
-@lemma(*(f"random_{op}" for op in OPS))
-def keys(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Functions of full arrays of keys."""
-    not_partial(rels, eqn.primitive.name)
-    params = frozen({**eqn.params, "impl": str(eqn.params.get("impl"))})
-    return act(ctx, eqn, rels, unsharded=ALL, params=params)
-
-
-@lemma("random_bits")
-def bits(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Element i of the bits of one partitionable threefry key is a function of the key and of i: a device makes its block of them
-    from its block of the indices. Other bits are a function of the full array."""
-    not_partial(rels, eqn.primitive.name)
-    (key,), shape, dtype = rels, out_shape(eqn), out_dtype(eqn)
-    partitionable = getattr(jax.config, "jax_threefry_partitionable") and math.prod(shape) < 2**32  # noqa: B009
-    if key.shape or not partitionable or dtype == "uint64" or key_impl(aval_of(eqn.invars[0]).dtype) != "threefry2x32":
-        return keys(ctx, eqn, rels)
-    terms, rank = ctx.terms, len(shape)
-    index = terms.literal(0, "uint32", rank)
-    for d, n in enumerate(shape):
-        if n > 1:
-            along = terms.make("iota", None, (), [n if k == d else 1 for k in range(rank)], "uint32")
-            index = terms.add(index, terms.scale(along, Fraction(math.prod(shape[d + 1 :]))))
-    data = terms.make("random_unwrap", frozen({"impl": "None"}), (key.term,), (2,), "uint32")
-    words = [sliced(ctx, ctx.replicated(data, (2,)), 0, k, 1).term for k in range(2)]
-    args = [*(terms.reshape(w, (1,) * rank) for w in words), terms.literal(0, "uint32", rank), index]
-    halves = [terms.make("threefry2x32", p, args, shape, "uint32") for p in ((), ((), 1))]
-    term = terms.convert(terms.make("xor", (), halves, shape, "uint32", sort=True), dtype)
-    return [ctx.replicated(term, shape)]
