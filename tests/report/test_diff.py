@@ -68,7 +68,7 @@ def test_the_verdict_says_which_step_is_shorter_and_its_parts_add_up():
     assert back.verdict.startswith(f"{idle.format('b')}b is {ratio:.3g} × as fast as a, −")
     assert " ".join(str(back).split()).startswith(" ".join(back.verdict.split()))
     assert back.verdict in back._repr_html_()
-    total, parts = back.verdict.split(" as fast as a, ")[1].split(" a step: ")
+    total, parts = back.verdict.split(" as fast as a, ")[1].split(" a step, bound by ")
     named = {name: seconds_of(n) for name, n in re.findall(r"(\D+?) ([+−][\d.]+\s\S+?)(?:, |$)", parts)}
     assert max(named, key=lambda k: abs(named[k])) == "exposed communication over data"
     assert seconds_of(total) == pytest.approx(fast.seconds - slow.seconds, rel=6e-3)

@@ -150,7 +150,7 @@ class PlanDiff(Document):
         why += [f"other parts {_signed(rest)}"] * (abs(rest) >= 0.001 * abs(b.seconds - a.seconds))
         much = f"takes {1 + more:.3g} × as long" if more > 0 else f"is {1 / (1 + more):.3g} × as fast"
         longer = f"b {much} as a, {_signed(b.seconds - a.seconds)} a step"
-        return "; ".join([*texts, f"{longer}: {', '.join(why)}"])
+        return "; ".join([*texts, f"{longer}, bound by {', '.join(why)}"])
 
     @property
     def _targets(self) -> list[str]:
