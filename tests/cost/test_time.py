@@ -124,10 +124,12 @@ def test_results_that_are_gathered_apart_are_copied_to_their_place():
 
 @pytest.mark.parametrize(
     ("topology", "m", "n", "k", "padded"),
-    [("v5e:4x4", 1, 100, 200, 16 * 128 * 256), ("v5e:4x4", 100, 1, 200, 16 * 128 * 256),
-     ("v6e:4x4", 16, 300, 256, 16 * 512 * 256), ("v5e:4x4", 16, 128, 128, 16 * 128 * 128)],
+    [("tpu7x:2x2x2", 1, 300, 200, 16 * 512 * 256), ("v6e:4x4", 300, 1, 200, 16 * 512 * 256),
+     ("v5e:4x4", 40, 300, 200, 48 * 384 * 256), ("v5e:4x4", 16, 128, 128, 128 * 128 * 128),
+     ("v5p:2x2x4", 32, 300, 128, 256 * 384 * 128)],
 )  # fmt: skip
 def test_dims_round_up_to_the_matrix_unit(topology, m, n, k, padded):
+    """Up to 32 rows take as long as loading the other operand: 128 rows on v5e, and 256 on one of two cores of v5p."""
     (op,) = plan(lambda a, b: a @ b, array(m, k), array(k, n), topology=topology).time.ops
     assert op.flops == 2 * padded
 
@@ -218,6 +220,18 @@ def test_a_loop_reads_of_a_stack_the_slice_that_it_works_on():
 
     ops = {op.name: op.bytes for op in plan(fn, array(64, 4096)).time.ops}
     assert ops["slice"] == BF16 * 4096  # a sort takes an array: read from the stack, and not written to HBM
+
+
+@pytest.mark.parametrize(
+    ("topology", "unroll", "copied"), [("2x h100:8", 1, 4), ("2x h100:8", True, 0), ("v5e:4x4", 1, 0)]
+)
+def test_matmuls_of_a_loop_read_copies_of_its_slices_on_gpus(topology, unroll, copied):
+    def fn(x, weights):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, weights, unroll=unroll)[0]
+
+    ops = plan(fn, array(8, 512), array(4, 512, 512), topology=topology).time.ops
+    assert sum(op.bytes * op.count for op in ops if op.name == "slice") == copied * 2 * BF16 * 512 * 512
+    assert sum(op.bytes * op.count for op in ops if op.name == "dot_general") == 4 * BF16 * (512 * 512 + 2 * 8 * 512)
 
 
 def test_the_models_flops_are_those_of_both_passes_without_recomputation_and_redundant_work():

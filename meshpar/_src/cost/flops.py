@@ -29,19 +29,22 @@ MIN_WARNED_SHARE = 0.5
 MIN_WARNED_FLOPS = 1e9
 """FLOPs of a device in a step that must be redundant for a call to warn."""
 MAX_FEW_ROWS = 32
-"""Rows up to which a matmul takes as long as reading its larger operand: 8 and 32 were measured."""
+"""Rows up to which a matmul takes as long as reading its larger operand, or loading it into the matrix units: 8 and 32 were
+measured."""
 
 
-def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
+def padded_flops(run: Run, sizes: Mapping[str, int], chip: Chip | None = None) -> float:
     """FLOPs of one device's share of a matmul, dims rounded up to the matrix unit.
 
     Args:
       sizes: axis → size of the mesh.
-      lanes: side of the matrix unit. The contracted dim and one free dim round up to it, the other free dim to 8 rows (4 bytes an
-        element) or 16 (2 bytes), whichever free dim gives less; of a convolution with more output channels than ``lanes``, these
-        (libtpu 0.0.42: 320 channels take as long as 384); 1: nothing is rounded.
+      chip: of the matrix unit; None: nothing is rounded. The contracted dim and one free dim round up to its side, the other one to
+        8 rows (4 bytes an element) or 16 (2 bytes), whichever free dim gives less; of a convolution with more output channels than
+        the side, these (libtpu 0.0.42: 320 channels take as long as 384). Few rows (:func:`few_rows`) count as at least
+        ``min_matmul_rows`` of its compiler.
     """
     op = run.op
+    lanes = 1 if chip is None else chip.lanes
     rows = 1 if lanes == 1 else max(8, int(32 // itemsize(op.eqn.invars[0].aval)))
     batch, m, n, k = _local_matmul_dims(run, sizes)
     if 0 in (batch, m, n, k):
@@ -53,6 +56,8 @@ def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
     result = up(m, rows) * up(n, lanes)
     if op.primitive.family != "conv" or n <= lanes:
         result = min(result, up(n, rows) * up(m, lanes))
+    if chip is not None and few_rows(run, sizes):
+        result = max(result, chip.compiler.min_matmul_rows * up(max(m, n), lanes))
     return 2.0 * batch * up(k, lanes) * result * (1.0 if lanes == 1 else _padding_of_heads(run, sizes))
 
 

@@ -102,7 +102,7 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
     for kernel, count in kernels:
         if kernel.bodies or kernel.kind is Kind.TRANSFER:  # copies to and from the host run concurrently with kernels
             continue
-        flops = sum(padded_flops(run, plan.sizes, chip.lanes) for run in kernel.matmuls)
+        flops = sum(padded_flops(run, plan.sizes, chip) for run in kernel.matmuls)
         if isinstance(kernel.step, Run) and kernel.kind is Kind.OP:
             flops += local_opaque_flops(kernel.step, plan.sizes)
         traffic, elements = 0.0, _elements(kernel)
