@@ -124,14 +124,22 @@ def test_results_that_are_gathered_apart_are_copied_to_their_place():
 
 @pytest.mark.parametrize(
     ("topology", "m", "n", "k", "padded"),
-    [("tpu7x:2x2x2", 1, 300, 200, 16 * 512 * 256), ("v6e:4x4", 300, 1, 200, 16 * 512 * 256),
-     ("v5e:4x4", 40, 300, 200, 48 * 384 * 256), ("v5e:4x4", 16, 128, 128, 128 * 128 * 128),
-     ("v5p:2x2x4", 32, 300, 128, 256 * 384 * 128)],
+    [("v5e:4x4", 1, 100, 200, 16 * 128 * 256), ("v5e:4x4", 100, 1, 200, 16 * 128 * 256),
+     ("v6e:4x4", 16, 300, 256, 16 * 512 * 256), ("v5e:4x4", 16, 128, 128, 16 * 128 * 128)],
 )  # fmt: skip
 def test_dims_round_up_to_the_matrix_unit(topology, m, n, k, padded):
-    """Up to 32 rows take as long as loading the other operand: 128 rows on v5e, and 256 on one of two cores of v5p."""
     (op,) = plan(lambda a, b: a @ b, array(m, k), array(k, n), topology=topology).time.ops
     assert op.flops == 2 * padded
+
+
+@pytest.mark.parametrize(("topology", "rows"), [("v5e:4x4", 128), ("v5p:2x2x4", 256)])
+def test_few_rows_take_as_long_as_loading_the_weights(topology, rows):
+    def seconds(fn):
+        ops = plan(fn, array(8, 1024), array(1024, 2048), topology=topology).time.ops
+        return next(op.matmul_seconds for op in ops if op.name == "dot_general") * CHIPS[topology[:3]].flops
+
+    assert seconds(lambda x, w: x @ w) == pytest.approx(2 * rows * 1024 * 2048)
+    assert seconds(lambda x, w: x @ jax.lax.sort(w)) == pytest.approx(2 * 16 * 1024 * 2048)  # w is no argument
 
 
 def test_a_convolution_by_hand():

@@ -217,7 +217,7 @@ def matmul_seconds(plan: Plan, chip: Chip, run: Run, pair: CollectiveMatmul | No
     traffic += reread_bytes(plan, chip, run, 0, cut[:3], blocks)
     return kernel_seconds(
         chip,
-        padded_flops(run, plan.sizes, chip) / rate / blocks,
+        padded_flops(run, plan.sizes, chip.lanes) / rate / blocks,
         traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency),
         _elements(plan, run.results[0]) / (blocks if cut[-1] else 1),
     )

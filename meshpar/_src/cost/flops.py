@@ -29,22 +29,19 @@ MIN_WARNED_SHARE = 0.5
 MIN_WARNED_FLOPS = 1e9
 """FLOPs of a device in a step that must be redundant for a call to warn."""
 MAX_FEW_ROWS = 32
-"""Rows up to which a matmul takes as long as reading its larger operand, or loading it into the matrix units: 8 and 32 were
-measured."""
+"""Rows up to which a matmul takes as long as reading its larger operand: 8 and 32 were measured."""
 
 
-def padded_flops(run: Run, sizes: Mapping[str, int], chip: Chip | None = None) -> float:
+def padded_flops(run: Run, sizes: Mapping[str, int], lanes: int = 1) -> float:
     """FLOPs of one device's share of a matmul, dims rounded up to the matrix unit.
 
     Args:
       sizes: axis → size of the mesh.
-      chip: of the matrix unit; None: nothing is rounded. The contracted dim and one free dim round up to its side, the other one to
-        8 rows (4 bytes an element) or 16 (2 bytes), whichever free dim gives less; of a convolution with more output channels than
-        the side, these (libtpu 0.0.42: 320 channels take as long as 384). Few rows (:func:`few_rows`) count as at least
-        ``min_matmul_rows`` of its compiler.
+      lanes: side of the matrix unit. The contracted dim and one free dim round up to it, the other free dim to 8 rows (4 bytes an
+        element) or 16 (2 bytes), whichever free dim gives less; of a convolution with more output channels than ``lanes``, these
+        (libtpu 0.0.42: 320 channels take as long as 384); 1: nothing is rounded.
     """
     op = run.op
-    lanes = 1 if chip is None else chip.lanes
     rows = 1 if lanes == 1 else max(8, int(32 // itemsize(op.eqn.invars[0].aval)))
     batch, m, n, k = _local_matmul_dims(run, sizes)
     if 0 in (batch, m, n, k):
@@ -56,8 +53,6 @@ def padded_flops(run: Run, sizes: Mapping[str, int], chip: Chip | None = None) -
     result = up(m, rows) * up(n, lanes)
     if op.primitive.family != "conv" or n <= lanes:
         result = min(result, up(n, rows) * up(m, lanes))
-    if chip is not None and few_rows(run, sizes):
-        result = max(result, chip.compiler.min_matmul_rows * up(max(m, n), lanes))
     return 2.0 * batch * up(k, lanes) * result * (1.0 if lanes == 1 else _padding_of_heads(run, sizes))
 
 
@@ -127,6 +122,16 @@ def few_rows(run: Run, sizes: Mapping[str, int]) -> bool:
         return False
     _, m, n, _ = _local_matmul_dims(run, sizes)
     return min(m, n) <= MAX_FEW_ROWS < max(m, n)
+
+
+def loading_flops(run: Run, sizes: Mapping[str, int], min_rows: int) -> float:
+    """FLOPs of the time in which the matrix units load the larger operand of a device's share of a matmul with few rows, else 0.
+
+    Args:
+      min_rows: rows that take as long (``CompilerModel.min_matmul_rows``).
+    """
+    batch, m, n, k = _local_matmul_dims(run, sizes)
+    return 2.0 * batch * min_rows * max(m, n) * k if few_rows(run, sizes) else 0.0
 
 
 def single_row_elements(run: Run, sizes: Mapping[str, int]) -> float:
