@@ -158,11 +158,14 @@ def part(pattern: str, page: str) -> str:
 
 
 def striped(bar: str, colour: Mapping[str, str]) -> str:
-    """The style of a bar such as ``collectives over data+model``: stripes in the colours of its axes; "" for less than two."""
+    """The style of a bar such as ``collectives over data+model``: a stripe in the colour of each of its axes; "" for one axis."""
+    axes = bar.split()[-1].split("+")
     stops = [
-        f"{colour[axis]} {5 * k}px {5 * k + 5}px" for k, axis in enumerate(bar.split()[-1].split("+")) if "+" in bar
+        f"{colour[a]} {100 * k / len(axes):.0f}% {100 * (k + 1) / len(axes):.0f}%"
+        for k, a in enumerate(axes)
+        if axes[1:]
     ]
-    return f"background:repeating-linear-gradient(90deg,{','.join(stops)})" if stops else ""
+    return f"background:linear-gradient({','.join(stops)})" if stops else ""
 
 
 def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
@@ -203,11 +206,11 @@ def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
         )
     head = part(r"(<h1>.*?</h1>)", pages[0])
     inputs = part(r"<dt>inputs</dt><dd>(.*?)</dd>", pages[0])
-    rules = "" if layout else f"; rules of both: {layouts[0]}"
+    rules = "" if layout else f"<br>rules of both: {layouts[0]}"
     body = (
         f'{head}<div>{inputs}, planned{rules}</div><div class="sides">{"".join(sides)}</div><p class="dim" style="max-width:none">'
-        "Framed: what differs. step = kernels + exposed communication, for which they wait. Collectives: in the colours of their "
-        "mesh axes; a part overlaps with kernels. "
+        "Framed: what differs. step = kernels + exposed communication: kernels wait for it. Collectives: all of them, also those "
+        "that overlap with kernels, in the colours of their mesh axes. "
         '<span class="links">Squares: chips. Black: one chip; blue and orange: the chips that it communicates with over each axis, '
         "and the links between them, wider for more bytes.</span></p>"
     )
