@@ -232,9 +232,9 @@ def schedule_drawing(name: str) -> str:
     for fill, text in (*((fill, text) for (fill, _), text in shown), ("var(--line)", "idle")):
         body.append(f'<rect x="{x:g}" y="{bottom - 22}" width="12" height="12" fill="{fill}"/>')
         body.append(label(x + 18, bottom - 12, text, "start"))
-        x += 42 + 7 * len(text)
+        x += 38 + 6.6 * len(text)
     body.append(label(x, bottom - 12, "numbers: microbatches", "start", fill="var(--dim)"))
-    width = max(left + 16 + side * schedule.ticks, x + 150, 520)
+    width = max(left + 16 + side * schedule.ticks, x + 165, 520)
     return svg(width, bottom, body, f"schedule {name}: four stages, six microbatches, {schedule.ticks} ticks")
 
 
