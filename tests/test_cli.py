@@ -169,11 +169,19 @@ def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
     assert "a step takes" in out
 
 
-@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", "slice=2, data=8"), ("zero1", "data=16")])
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        ("hsdp", "slice=2, data=8"),
+        ("zero1", "data=16"),
+        ("batch: dp; embed: tp", "dp=4, tp=4"),
+        ("mlp: model; batch: slice+data", "slice=2, data=2, model=4"),
+    ],
+)
 def test_the_default_mesh_of_two_nodes_has_the_axes_of_the_layout(run, layout, mesh):
-    status, out, err = run(f"plan small --topology '2x h100:8' --layout {layout}")
+    status, out, err = run(f"plan small --topology '2x h100:8' --layout '{layout}'")
     assert (status, f"default  mesh: {mesh}, " in err) == (0, True)
-    assert f"layout    {mp.Layout(layout)}" in out
+    assert f"layout {mp.Layout(layout)} " in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("mlp", "embed"), [(32, "data"), (40960, "slice+data")])
