@@ -125,6 +125,14 @@ NNX_FILE = """
         model = nnx.eval_shape(lambda: Mlp(nnx.Rngs(0)))
         loss = lambda model, x: (model.down(nnx.relu(model.up(x))) ** 2).mean()
         return loss, (model, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+
+    def training():
+        import optax
+        create = lambda: (model := Mlp(nnx.Rngs(0)), nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+        loss, (model, x) = target()
+        def step(model, optimizer, x):
+            optimizer.update(model, nnx.grad(loss)(model, x))
+        return step, (*nnx.eval_shape(create), x)
 """
 
 
@@ -200,6 +208,15 @@ def test_names_in_metadata_of_nnx_and_names_that_are_inferred_beside_them(comman
         status, out, _ = command("plan", f"{tmp_path / 'some_nnx.py'}:target", *where, *more)
         dims = {row["path"]: row["dims"] for row in json.loads(out)["inputs"]}
         assert (status, dims) == (0, {"model/up/kernel": "embed mlp", "model/down/kernel": down, "x": "batch embed"})
+
+
+def test_nnx_objects_that_an_optimizer_updates_are_donated(command, tmp_path):
+    (tmp_path / "some_nnx.py").write_text(textwrap.dedent(NNX_FILE))
+    where = ("--mesh", "data=4", "--layout", "batch: data")
+    for function, label in (("training", "parameters (donated)"), ("target", "parameters ")):
+        status, out, _ = command("plan", f"{tmp_path / 'some_nnx.py'}:{function}", *where)
+        assert (status, label in out, "donate_argnames" in out) == (0, True, False)
+        assert ("(donated)" in out) == (function == "training")
 
 
 def test_plan_as_json_and_as_a_page(run, tmp_path):

@@ -32,6 +32,7 @@ from rich.text import Text
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from ..compat import nnx
 from ..console import columns
 from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
@@ -888,12 +889,16 @@ def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topolog
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:
-    """The names of the arguments to donate: ``--donate``, else ``["state"]`` if the step has such an argument."""
+    """The names of the arguments to donate: ``--donate``, else ``state`` and, of a step with an nnx optimizer, which updates them,
+    all nnx objects."""
     if getattr(args, "donate_argnames", None):
         return args.donate_argnames
     code = getattr(target.step, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    return ["state"] if "state" in names else []
+    objects = [x for x in target.args if nnx.is_graph_node(x)]
+    trains = any(isinstance(x, nnx.Optimizer) for x in objects)
+    given = zip(names, target.args, strict=False)
+    return [name for name, x in given if name == "state" or (trains and nnx.is_graph_node(x))]
 
 
 def _say(args: argparse.Namespace, text: str) -> None:
