@@ -114,7 +114,7 @@ def test_the_topology_that_another_notation_means_is_named(text, meant):
 def test_a_number_of_gpus_without_a_size_may_be_one_of_hosts():
     with pytest.raises(MeshError) as error:
         parse_topology("4x h100")
-    assert error.value.fixes[:2] == ['did you mean "h100:4"?', '4 hosts are "4x h100:8"']
+    assert error.value.fixes[:2] == ('did you mean "h100:4"?', '4 hosts are "4x h100:8"')
 
 
 def test_every_shape_of_a_chip_exists_and_its_text_is_read_back():
