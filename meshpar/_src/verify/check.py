@@ -40,7 +40,7 @@ from ..report.document import shown_text
 from ..report.tables import Wrapped, hanging
 from ..units import mesh_text
 from .localize import Localizer, Reference
-from .numbers import compiled, host, on_device, worst_of
+from .numbers import allowed, compiled, host, on_device, worst_of
 from .wide import narrowest
 
 Lowering = Literal["auto", "jit", "shard_map"]
@@ -60,7 +60,7 @@ class Row:
       leaves: number of leaves that were compared.
       explained: paths of the leaves that differ by more than the tolerance, but only by rounding.
       rounding: the largest difference of these leaves, relative to the leaf's largest value; ``rounding_path``: its leaf.
-      dtype: the least precise dtype in which the step computes, if there are such leaves; "".
+      dtype: the least precise dtype in which the step computes; "": it computes with integers only.
       error: the error if the layout changes a result; None.
     """
 
@@ -129,7 +129,9 @@ class Report:
         table = [(_mark(f"{mark} {mesh}"), *(Text(of_run[k]) for k in columns)) for mark, mesh, *of_run in lines]
         errors, rounding = [str(r.error) for r in self.rows if r.error is not None], self._rounding()
         equal = f"{len(self.rows) - len(errors)} of {len(self.rows)} runs{of} equal to the unsharded one"
-        head = f"{'✓' if self.ok else '✗'} {equal}, to {self.tolerance:g} of each leaf's largest value"
+        narrow = {r.dtype for r in self.rows if r.error is None and r.dtype and r.difference > self.tolerance}
+        more = "".join(f" ({allowed(jnp.dtype(of), self.tolerance):.2g} in {of})" for of in sorted(narrow))
+        head = f"{'✓' if self.ok else '✗'} {equal}, to {self.tolerance:g}{more} of each leaf's largest value"
         notes = map(Text, [*rounding, *(f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped)])
         texts = _mark(head + " or, each op verified, up to rounding" * bool(rounding)), *notes
         first, *below = (Wrapped([text], hang=2) for text in texts)
@@ -315,7 +317,7 @@ class _Case:
         others = [k for k in range(len(paths)) if k not in explained]
         rounding_path, rounding = largest(explained)
         where, names = (mesh_text(plan.sizes), str(plan.layout), plan.lowering), tuple(paths[k] for k in explained)
-        dtype = str(narrowest(plan.program.traced.closed) or "") if explained else ""
+        dtype = str(narrowest(plan.program.traced.closed) or "")
         return Row(*where, *largest(failed or others), len(paths), names, error, rounding, rounding_path, dtype)
 
     def unsharded(self, subject: Subject) -> Reference:
