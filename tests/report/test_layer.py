@@ -38,9 +38,25 @@ def words(dims):
     return " ".join(f"{name}:{axes}" if axes else name for name, _, axes in dims)
 
 
-def test_parts_of_plain_jax_have_the_dims_of_their_matmuls(nodes_of):
+def test_attention_in_several_parts_has_the_names_of_its_matmuls(nodes_of):
+    def layer(x, w):
+        q, k, v = (z.reshape(8, 32, 8, 8) for z in jnp.split(x @ w["qkv"], 3, -1))
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(8, 32, 64) @ w["out"], None
+
+    x, qkv, out = (jax.ShapeDtypeStruct(n, jnp.float32) for n in ((8, 32, 64), (3, 64, 192), (3, 64, 64)))
+    dims = {"x": "batch seq embed", "*/qkv": "layers embed heads", "*/out": "layers heads embed"}
+    plan = mp.plan(
+        lambda x, weights: jax.lax.scan(layer, x, weights)[0], x, {"qkv": qkv, "out": out}, dims=dims, mesh="data=2, model=4",
+        topology="v5e:2x4", layout="batch: data; heads: model",
+    )  # fmt: skip
+    names = [n["name"] for n in nodes_of(plan) if not n["gates"] or n["weights"]]
+    assert names[1:] == ["qkv", "split", "queries × keys", "scores × values", "out", "add"]
+
+
+def test_parts_of_plain_jax_have_the_keys_of_their_weights(nodes_of):
     names = [n["name"] for n in nodes_of(lab_program.planned(lab_program.MESH, "batch: data")) if n["part"]]
-    assert names == ["embed → mlp", "mlp → embed"]
+    assert names == ["w", "v"]
 
 
 class NnxBlock(nnx.Module):
