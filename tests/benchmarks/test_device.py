@@ -3,11 +3,9 @@
 import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import device
 import pytest
-import tasks
 
 from meshpar_kernels import tuning
 
@@ -78,31 +76,6 @@ def test_configurations_are_tuned_separately(command, tmp_path):
     table = tuning.read(tmp_path / "out" / "tuned.json")
     (entry,) = (dtypes["bfloat16"] for dtypes in table["Stub"].values())
     assert entry == tuning.Entry(tuning.Config((128, 64, 128)), 1e-3, 2e-3, "0.11")
-
-
-def test_the_budget_ends_it_and_it_can_be_resumed(command, tmp_path, monkeypatch):
-    """By a clock that each outcome advances by ten seconds."""
-    clock = [0.0]
-    write = device.Runner.write
-
-    def advancing(self, outcome):
-        write(self, outcome)
-        clock[0] += 10
-
-    for module in (device, tasks):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(device.Runner, "write", advancing)
-    only = "forward/g64/random"
-    _, first, _ = command("--only", only, "--budget", "55")
-    done = statuses(first, "time/")
-    everything = [t.id for t in device.timings("gpu") if only in t.id]
-    assert len(done) == 4 < len(everything)  # after the machine and the names of the values
-    record = tmp_path / "out" / "results.jsonl"
-    with record.open("a") as file:  # as a command that was killed in the middle of a line leaves it
-        file.write('{"id": "time/forward/g64/ran')
-    _, second, log = command("--only", only, "--resume", str(record), out="next")
-    assert len(statuses(second, "time/")) == len(everything)
-    assert len([line for line in log if line.startswith("time ")]) == len(everything) - len(done)
 
 
 def test_without_an_accelerator_it_says_so(command, capsys, monkeypatch):

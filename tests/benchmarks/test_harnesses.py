@@ -26,12 +26,6 @@ def refused(x):
     raise mp.errors.MeshparError("no", fixes=["do this"])
 
 
-def test_the_first_two_even_dims_of_every_array_are_split():
-    dims, layout = harnesses.split_dims([np.zeros((3, 4, 2, 6)), 1.0, np.zeros((0, 2))])
-    assert dims == {"x0": "_ x0_1 x0_2 _", "x1": "", "x2": "_ x2_1"}
-    assert layout == "x0_1: a; x0_2: b; x2_1: a"
-
-
 def test_outcomes():
     x = np.arange(8.0, dtype=np.float32).reshape(2, 4)
     kept = []
@@ -84,6 +78,6 @@ def test_integers_and_keys_are_compared_exactly():
 def test_a_sample_is_right():
     pytest.importorskip("absl")
     every = len(harnesses.all_harnesses())
-    lines = harnesses.run_chunk(sorted(random.Random(0).sample(range(every), 20)))
-    assert len(lines) == 20
+    lines = harnesses.run_chunk(sorted(random.Random(0).sample(range(every), 8)))
+    assert len(lines) == 8
     assert [x for x in lines if x["outcome"] not in ("right", "unrunnable")] == []

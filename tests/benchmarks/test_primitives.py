@@ -2,20 +2,13 @@
 
 import numpy as np
 import pytest
-from primitive_programs import LAYOUTS, PROGRAMS
+from primitive_programs import PROGRAMS
 from primitives import REASONS, above, cases, largest_difference, reason, report, run_case
 
 
 def line(**changed):
     return {"program": "p", "layout": "batch", "what": "value", "bytes": 100.0, "planned": 100.0, "xla": 100.0,
             "differs": 0.0, "xla_differs": 0.0, "ops": [], **changed}  # fmt: skip
-
-
-def test_there_are_enough_programs_and_layouts():
-    assert len(PROGRAMS) >= 120
-    assert len(LAYOUTS) == 5
-    assert len(cases(["softmax"])) == 10
-    assert len(cases(["argmax"])) == 5  # without gradients
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(164.0, False), (175.0, True), (174.0, False), (0.0, False)])

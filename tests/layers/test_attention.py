@@ -80,15 +80,13 @@ def test_no_layout_changes_a_number(grid, strategy, layout, lowering, mask):
 
 
 def test_zigzag_says_where_tokens_belong(grid):
-    """Tokens in zig-zag order for 4 devices: the same numbers as in order, put there, on 4 devices, 2, or 1."""
+    """Tokens in zig-zag order for 4 devices: the same numbers as in order, put there, on 2 devices."""
     args = arrays()
     shuffled = [zigzag(jnp.asarray(x), 4) for x in args]
     loss, grads = plain(*args, causal=True)
     want = loss, [zigzag(g, 4) for g in grads]
     fn = functools.partial(step, causal=True, zigzag=4, strategy="ring")
-    for layout in ("seq: context", "seq: data"):
-        run = mp.jit(fn, mesh=grid, layout=layout, dims=DIMS, lowering="shard_map")
-        close(run(*shuffled), want)
+    close(mp.jit(fn, mesh=grid, layout="seq: data", dims=DIMS, lowering="shard_map")(*shuffled), want)
 
 
 def layers(q, k, v, ids, **options):
