@@ -67,8 +67,8 @@ def test_blocks_of_a_matmul(monkeypatch):
 
 @slow
 @pytest.mark.parametrize("function", [all_gather_matmul, matmul_reduce_scatter])
-def test_gradients(function):
-    """As those of the ring; with respect to x the other kernel makes them."""
+def test_gradients(function, monkeypatch):
+    """As those of the ring; with respect to x the other kernel makes them, whether it is chosen by name or by the variable."""
     x, w = draw(4, 8 if function is all_gather_matmul else 32, K), draw(4, K, K, seed=1)
 
     def gradient(implementation):
@@ -78,30 +78,17 @@ def test_gradients(function):
         return jax.grad(loss, (0, 1))
 
     specs = {"mesh": mesh_of(4), "in_specs": P(), "out_specs": P("a"), "check_vma": False}
-    text = str(jax.make_jaxpr(jax.shard_map(gradient("pallas_tpu"), **specs))(x[0], w[0]))
-    assert text.count("name=meshpar_all_gather_matmul\n") == text.count("name=meshpar_matmul_reduce_scatter\n") == 1
-    for found in zip(*(simulated(gradient(name), (4,), x, w) for name in ("pallas", "ring")), strict=True):
-        near(*found, 1e-5)
-
-
-@pytest.mark.parametrize("function", [all_gather_matmul, matmul_reduce_scatter])
-def test_the_variable_takes_the_kernels_of_the_backward_pass_too(function, monkeypatch):
-    """Forward one kernel, and backward the other for the gradient of x, as by name; without the variable neither."""
 
     def kernels(implementation):
-        def loss(x, w):
-            return (function(x, w, "a", implementation=implementation) ** 2).sum()
-
-        specs = {"mesh": mesh_of(4), "in_specs": P(), "out_specs": P("a"), "check_vma": False}
-        shapes = jax.ShapeDtypeStruct((32, K), jnp.float32), jax.ShapeDtypeStruct((K, K), jnp.float32)
-        text = str(jax.make_jaxpr(jax.shard_map(jax.grad(loss, (0, 1)), **specs))(*shapes))
+        text = str(jax.make_jaxpr(jax.shard_map(gradient(implementation), **specs))(x[0], w[0]))
         return [text.count(f"name=meshpar_{name}\n") for name in ("all_gather_matmul", "matmul_reduce_scatter")]
 
     monkeypatch.delenv("MESHPAR_KERNELS", raising=False)
-    assert kernels(None) == [0, 0]
-    assert kernels("pallas") == [1, 1]
+    assert (kernels(None), kernels("pallas_tpu")) == ([0, 0], [1, 1])
     monkeypatch.setenv("MESHPAR_KERNELS", "pallas")
     assert kernels(None) == [1, 1]
+    for found in zip(*(simulated(gradient(name), (4,), x, w) for name in ("pallas", "ring")), strict=True):
+        near(*found, 1e-5)
 
 
 def test_what_the_kernels_refuse():
