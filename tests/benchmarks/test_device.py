@@ -1,7 +1,5 @@
 """`benchmarks/device.py` over a stub of a device: wrong, crashing and hanging tasks, resuming, the budget, and the report."""
 
-import itertools
-import json
 from pathlib import Path
 
 import device
@@ -83,18 +81,3 @@ def test_without_an_accelerator_it_says_so(command, capsys, monkeypatch):
     status, _, _ = command()
     assert status == 2
     assert "There is no GPU and no TPU" in capsys.readouterr().out
-
-
-def test_every_timing_is_of_a_case_that_exists():
-    """The list needs no device; ids are unique, random loads come before even ones, and each library's tasks follow each other."""
-    tasks = list(device.timings("gpu"))
-    assert len({t.id for t in tasks}) == len(tasks)
-    groups = [(t.request["load"], t.group) for t in tasks]
-    changes = sum(a != b for a, b in itertools.pairwise(groups))
-    assert changes == len(set(groups)) - 1
-    jax_tasks = [t for t in tasks if t.group == "jax" and "," not in t.request["name"]]
-    first = {t.id.rsplit("/", 1)[0]: t for t in reversed(jax_tasks)}
-    assert {t.request["name"] for t in first.values()} == {"meshpar"}
-    loads = [t.request["load"] for t in tasks if "," not in t.request["name"]]
-    assert loads == sorted(loads, reverse=True)
-    assert json.dumps(dict(tasks[0].request))

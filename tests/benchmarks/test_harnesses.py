@@ -57,22 +57,12 @@ def test_outcomes():
     assert outcome(jnp.sin, implemented=False) == "unrunnable"
 
 
-DIFFERENCES = [([1.0, 2.0], ""), ([1.0, 2.0 + 1e-12], ""), ([1.0, 2.001], "differs by 0.001")]
-DIFFERENCES += [([1.0, np.nan], "differs by nan"), ([1, 2], "is int64"), ([[1.0, 2.0]], "is float64[1, 2]")]
-
-
-@pytest.mark.parametrize(("found", "text"), DIFFERENCES)
-def test_differences(found, text):
-    said = harnesses.difference([np.array(found)], [np.array([1.0, 2.0])])
-    assert text in said
-    assert bool(text) == bool(said)
-
-
-def test_integers_and_keys_are_compared_exactly():
-    assert harnesses.difference([np.array([1, 3])], [np.array([1, 2])]) == "result 0: 1 of 2 elements differ"
-    a, b = jax.random.key(0), jax.random.key(1)
-    assert not harnesses.difference([a], [a])
-    assert harnesses.difference([a], [b])
+def test_numbers_dtypes_and_keys_are_compared():
+    for found, text in (([1.0, 2.0 + 1e-12], ""), ([1.0, np.nan], "differs by nan"), ([1, 2], "is int64")):
+        said = harnesses.difference([np.array(found)], [np.array([1.0, 2.0])])
+        assert text in said
+        assert bool(text) == bool(said)
+    assert harnesses.difference([jax.random.key(0)], [jax.random.key(1)])
 
 
 def test_a_sample_is_right():

@@ -11,8 +11,6 @@ import meshpar as mp
 from meshpar._src.plan.collectives import Collective
 from meshpar._src.verify.hlo import HloCollective
 from plan_vs_compiler import (
-    Difference,
-    by_kind,
     differences,
     planned_sends,
     rank_correlation,
@@ -50,14 +48,6 @@ def test_other_axes_sizes_and_counts_differ(members, size, count):
     got = differences(planned(), [found("all-reduce", members, size, count)])
     assert got
     assert not any(d.merged for d in got)
-
-
-def test_a_difference_says_what_is_sent_more():
-    (d,) = differences(planned(), [found("all-reduce", (0, 1, 2, 3), SUM, 3)])
-    assert d == Difference("all-reduce", ("model",), SUM, 1, 3)
-    assert d.total_bytes == 2 * SUM
-    assert str(d) == "all-reduce over model of 1536 bytes: 1 planned, 3 compiled"
-    assert by_kind([d, d]) == {"all-reduce": (2, 6, 4 * SUM)}
 
 
 def volumes_of(volume, sizes):

@@ -70,15 +70,3 @@ def test_the_command_plans_programs_and_compares_two_files(tmp_path, capsys, mon
     assert plans.main(["--compare", str(path), str(other)]) == 1
     assert "+100.000%" in capsys.readouterr().out
     assert plans.main(["--compare", str(path), str(other), "--only", "unplanned"]) == 0
-
-
-def test_programs_have_names_of_their_own():
-    names = [name for name, _ in plans.programs()]
-    assert len(names) == len(set(names)) > 100
-
-
-@pytest.mark.parametrize("arguments", [[], ["--compare", "one"], ["--out", "a", "--compare", "a", "b"]])
-def test_bad_arguments(arguments, capsys):
-    with pytest.raises(SystemExit):
-        plans.main(arguments)
-    assert "usage" in capsys.readouterr().err
