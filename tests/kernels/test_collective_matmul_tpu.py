@@ -42,20 +42,6 @@ def test_both_matmuls(monkeypatch):
         np.testing.assert_allclose(simulated(call, (devices,), x, w), want(x, w), atol=1e-4)
 
 
-@slow
-def test_several_axes_bfloat16_and_wire():
-    """A ring over two mesh axes, major first; tiles as they are picked; sums rounded to bfloat16 once a hop."""
-    x, w = draw(4, 16, K, dtype=jnp.bfloat16), draw(4, K, N, dtype=jnp.bfloat16, seed=1)
-    how = {"axis_name": ("a", "b"), "implementation": "pallas"}
-    got = simulated(functools.partial(all_gather_matmul, **how), (2, 2), x, w)
-    assert got.dtype == jnp.bfloat16
-    near(got, gathered(x, w), 2**-8)
-    x = draw(4, 64, K, dtype=jnp.bfloat16)
-    for wire in (None, jnp.bfloat16):
-        got = simulated(functools.partial(matmul_reduce_scatter, comm_dtype=wire, **how), (2, 2), x, w)
-        near(got, scattered(x, w), (1 if wire is None else 4) * 2**-8)
-
-
 def test_blocks_of_a_matmul(monkeypatch):
     """Loops over blocks of rows, K and columns, with something left over in each."""
     monkeypatch.setattr(tpu, "BLOCK", (128, 128, 128))

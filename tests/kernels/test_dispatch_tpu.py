@@ -28,8 +28,8 @@ def on_devices(f, arguments, results, names=("a", "b")):
     return jax.jit(jax.shard_map(f, in_specs=(spec,) * arguments, out_specs=(spec,) * results, **how))
 
 
-def simulated(run, *args, mode="on_wait", seed=0):
-    with race_detection(dma_execution_mode=mode, random_seed=seed):
+def simulated(run, *args, mode="on_wait"):
+    with race_detection(dma_execution_mode=mode, random_seed=0):
         return jax.tree.map(np.asarray, jax.block_until_ready(run(*args)))
 
 
@@ -75,25 +75,23 @@ def ints(*arrays):
     return [np.asarray(a, np.int32) for a in arrays]
 
 
-@pytest.mark.parametrize(("mode", "blocks"), [("on_wait", "whole"), ("eager", "small")])
-def test_ragged_all_to_all(mode, blocks, monkeypatch):
+def test_ragged_all_to_all(monkeypatch):
     """Runs of none, one and several blocks, and what remains of them."""
-    if blocks == "small":
-        monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * H * 4)
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * H * 4)
     operand, output = draw(A * N, H), draw(A * M, H, seed=1)
-    start, size, target = random_runs(2, 10 if blocks == "whole" else 12)
+    start, size, target = random_runs(2, 12)
     run = on_devices(exchange, 6, 2)
-    got, dropped = simulated(run, operand, output, *ints(start, size, target, size.T), mode=mode)
+    got, dropped = simulated(run, operand, output, *ints(start, size, target, size.T), mode="eager")
     want, _ = expected(operand, output, start, size, target)
     np.testing.assert_array_equal(got, want)
     assert not dropped.any()
 
 
-@pytest.mark.parametrize(("names", "seed"), [(("b",), 2), (("b", "a"), 1)])
-def test_over_some_of_the_axes_in_any_order(names, seed):
+@pytest.mark.parametrize("names", [("b",), ("b", "a")])
+def test_over_some_of_the_axes_in_any_order(names):
     """Equal to the definition by gathering everything."""
     operand, output = draw(A * N, 2, 128, dtype=jnp.bfloat16), draw(A * M, 2, 128, dtype=jnp.bfloat16, seed=1)
-    start, size, target = random_runs(seed, 9)
+    start, size, target = random_runs(1, 9)
     group = 2 ** len(names)
 
     def both(operand, output, start, size, target):
@@ -103,7 +101,7 @@ def test_over_some_of_the_axes_in_any_order(names, seed):
             for i in ("pallas", "reference")
         )
 
-    got, want = simulated(on_devices(both, 5, 2), operand, output, *ints(start, size, target), seed=seed)
+    got, want = simulated(on_devices(both, 5, 2), operand, output, *ints(start, size, target))
     np.testing.assert_array_equal(got, want)
     assert (want != output).any()
 
