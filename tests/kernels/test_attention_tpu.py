@@ -1,6 +1,7 @@
 """The TPU kernels of attention in the TPU interpreter, with race detection, against NumPy in float64."""
 
 import attention_oracle as oracle
+import covering
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ from kernel_cases import near
 
 from meshpar_kernels import ring_attention
 from meshpar_kernels._arithmetic import row_dots
-from meshpar_kernels.attention import flash, tpu
+from meshpar_kernels.attention import flash, masks, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import Mask
 
@@ -50,6 +51,37 @@ def test_results_and_gradients(case):
     out, grads = oracle.attention(q, k, v, read, softcap=options.get("softcap"), **mask, **extra)
     for a, b in zip(got, (out, *grads), strict=True):
         near(a, b, 3e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "segments"),
+    covering.each([Mask(), Mask(causal=True), Mask(window=150), Mask(causal=True, window=200)], [True, False]),
+    ids=str,
+)
+def test_the_table_says_which_blocks_are_computed_masked_and_fetched(mask, segments):
+    """Against all pairs; a step whose block is hidden fetches what the step before or a later one needs."""
+    order = np.asarray(masks.positions(jnp.arange(1024), 1024, 2), np.int32)
+    ids = np.sort(RNG.integers(0, 3, (B, 1024)), -1).astype(np.int32) if segments else None
+    seg = None if ids is None else jnp.asarray(ids)
+    x = jnp.zeros((B, 1024, 1, 8))
+    sight = np.asarray(
+        tpu._sight(Softmax(mask, 1.0), Queries(x, order, seg), Keys(x, x, jnp.asarray(order), seg), 128, 256)
+    )
+    seen = np.broadcast_to(np.asarray(mask.visible(order, order, seg, seg)), (B, 1024, 1024)).reshape(B, 8, 128, 4, 256)
+    some, every = seen.any((2, 4)), seen.all((2, 4))
+    assert (sight[some] > 0).all()
+    assert every[sight == tpu.ALL].all()
+    if not segments:  # by the extremes of segment ids alone some blocks are taken for seen
+        assert not sight[~some].any()
+        assert (sight[every] == tpu.ALL).all()
+    for axis in (1, 2):
+        table = np.asarray(tpu._table(jnp.asarray(sight), axis)).reshape(sight.shape)
+        np.testing.assert_array_equal(table & 3, sight)
+        for row in np.moveaxis(table, axis, -1).reshape(-1, sight.shape[axis]):
+            fetched, needed = row >> 2, (row & 3) > 0
+            np.testing.assert_array_equal(fetched[needed], np.flatnonzero(needed))
+            changes = 1 + (np.diff(fetched) != 0).sum()
+            assert changes == max(needed.sum(), 1)
 
 
 def test_parts_of_a_longer_softmax_and_rows_that_see_nothing():
