@@ -183,30 +183,6 @@ def test_grouped_matmul_accepts_shapes_that_compile(odd, major, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("major", "how"),
-    [
-        (9, {"cluster": 2}),
-        (9, {"cluster": 3}),
-        (9, {"cluster": 2, "pingpong": True, "n": 128}),
-        (10, {"cluster": 2}),
-        (10, {"cluster": 2, "n": 64}),
-    ],
-    ids=str,
-)
-def test_the_forms_take_what_compiles(major, how, monkeypatch):
-    monkeypatch.setattr(gpu._compat, "gpu_architecture", lambda: (major, 0))
-    how = {"n": 256, **how}
-    lhs, rhs, grad, sizes = struct(128, 256), struct(2, 256, 512), struct(128, 512), struct(2, dtype=jnp.int32)
-    problem = MatmulProblem(lhs, (rhs,), sizes, out_dtype=BF16)
-    tile = gpu.make_tile(Config((128, 64, how.pop("n")), **how), 2, problem.key)
-    if tile.pingpong:
-        assert "pingpong: the kernel of grouped_matmul_transpose has it" in gpu.unsupported(problem, tile)
-    else:
-        check_problem(problem, tile)
-    check_problem(TransposeProblem(lhs, grad, sizes, groups=2, out_dtype=BF16), tile)
-
-
-@pytest.mark.parametrize(
     ("n", "transposed", "right"), [(32, False, True), (96, False, False), (12, True, False), (64, True, True)]
 )
 def test_columns_of_gate_and_up_are_where_a_copy_may_begin(n, transposed, right):
