@@ -580,8 +580,3 @@ def noticed(run: Callable[..., Any], dropped: Any) -> Fault | None:
         except Fault as fault:
             return fault
     return None
-
-
-def unnoticed(run: Callable[..., Machine]) -> list[str]:
-    """Waits and signals of a kernel without which it has no fault in any order of events."""
-    return [site for site in run(PLAIN).sites if noticed(run, site) is None]
