@@ -377,8 +377,8 @@ OTHERS = [  # (class, call, texts of the error)
         E.UnknownAxisError,
         lambda: plan("mlp: model", mesh="data=8"),
         [
-            """mp.mesh("data=8, model=1"); rules for `model` then have no effect
-          or, to split over it: mp.mesh("data=4, model=2")"""
+            """or give the mesh that axis: mp.mesh("data=4, model=2")
+          or, so that rules for `model` have no effect: mp.mesh("data=8, model=1")"""
         ],
     ),
     (E.UnknownAxisError, lambda: plan("batch: expert"), ["axes there are: data, model"]),

@@ -322,10 +322,9 @@ class Layout:
                     [f"write `{named[self.rules.index(rule)]}`"] if same else did_you_mean(axis, mesh.shape, "axes")
                 )
             if not same and not near(axis, mesh.shape):
-                meshes = (mesh_text(_with_axis(mesh.shape, axis, size)) for size in (1, 2))
-                first, *others = dict.fromkeys(f'mp.mesh("{text}")' for text in meshes)
-                fixes.append(f"or give the mesh that axis: {first}; rules for `{axis}` then have no effect")
-                fixes += [f"or, to split over it: {other}" for other in others]
+                split, idle = (f'mp.mesh("{mesh_text(_with_axis(mesh.shape, axis, size))}")' for size in (2, 1))
+                fixes += [f"or give the mesh that axis: {split}"] * (split != idle)
+                fixes.append(f"or, so that rules for `{axis}` have no effect: {idle}")
             of = f" of the scheme `{self.scheme}`" * bool(self.scheme)
             headline = f"rule `{rule}`{of} names axis `{axis}`, which the mesh ({sizes}) does not have"
             raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)

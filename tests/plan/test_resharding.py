@@ -69,6 +69,19 @@ def test_a_permute_is_a_bijection_in_which_shards_at_home_stay():
     assert permutation(swap, {"a": 2, "b": 2}) == [(0, 0), (1, 2), (2, 1), (3, 3)]
 
 
+def test_a_permute_stays_among_devices_of_equal_index_along_first_axes_that_do_not_change():
+    """An axis within `batch` goes to the experts: the axis between slices is first before and after, so nothing crosses it."""
+    sizes = {"slice": 2, "expert": 2, "data": 2}
+    have, need = ((), ("slice", "expert", "data")), (("expert",), ("slice", "data"))
+    for before, after in ((have, need), (need, have)):
+        moves = reshard(before, after, (8, 16), sizes)
+        assert any(m.op == "collective-permute" for m in moves)
+        assert not any("slice" in m.axes for m in moves)
+        for move in (m for m in moves if m.op == "collective-permute"):
+            for turn in range(move.times):
+                assert sorted(t for _, t in permutation(move, sizes, turn)) == list(range(move.group))
+
+
 def test_several_axes_go_in_one_all_to_all():
     (move,) = reshard((("a", "b", "c"), ()), (("a",), ("b", "c")), (8, 16), SIZES)
     assert (move.op, move.axes, move.group, move.dims) == ("all-to-all", ("b", "c"), 4, (0, 1))

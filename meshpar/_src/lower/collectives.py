@@ -124,11 +124,11 @@ def permutation(move: Move, sizes: Mapping[str, int], turn: int = 0) -> list[tup
     coordinate = dict(zip(move.axes, np.indices(shape).reshape(len(shape), -1), strict=True))
 
     def shards(spec: Spec) -> list[Any]:
-        """For each dim, the number of every device's shard along it, under a spec."""
+        """For each dim, the number of every device's shard along it, among those of equal index along the other axes."""
         numbers = []
         for entry in spec:
             number = np.zeros(int(np.prod(shape)), int)
-            for axis in entry:
+            for axis in filter(coordinate.__contains__, entry):
                 number = number * sizes[axis] + coordinate[axis]
             numbers.append(number)
         return numbers

@@ -178,7 +178,8 @@ def _permutes(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, .
     """The collective-permutes from ``have`` to ``need``; None: shards have different numbers of elements, or too many parts.
 
     If shards keep their shape, there is one. Otherwise a device cuts its shard along the dims that are split further, and sends one
-    part in each.
+    part in each. Devices exchange only with those of equal index along the first axes that a dim has in both specs: from
+    ``(("slice", "x", "y"), ())`` to ``(("slice", "y"), ("x",))``, the axes are ``x`` and ``y``.
     """
     if have == need:
         return ()
@@ -189,7 +190,8 @@ def _permutes(have: Spec, need: Spec, sizes: Mapping[str, int]) -> tuple[Move, .
         return None
     if times > (MAX_PERMUTES if same else 1):
         return None
-    axes = tuple(a for a in sizes if any(a in entry for spec in (have, need) for entry in spec))
+    equal = {a for h, n in zip(have, need, strict=True) for a in h[: _common_prefix(h, n)]}
+    axes = tuple(a for a in sizes if a not in equal and any(a in entry for spec in (have, need) for entry in spec))
     return (Move("collective-permute", axes, shard_count(axes, sizes), have, need, times),)
 
 

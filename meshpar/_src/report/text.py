@@ -121,7 +121,8 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         if (tokens := facts.step_tokens(plan, ("batch", "seq"))) and chip is not None:
             rate = tokens / time.seconds / math.ceil(plan.mesh.size / chip.devices)
             bound.insert(0, f"{rate:,.0f} tokens/s a chip")
-        parts = f"kernels {format_seconds(kernels)}", f"communication not hidden {format_seconds(waits)}"
+        waiting = "communication" + " and host copies" * bool(time.to_host + time.to_device)
+        parts = f"kernels {format_seconds(kernels)}", f"{waiting} not hidden {format_seconds(waits)}"
         split = joined(*parts, *bound)
         rows.append(("step", f"{format_seconds(time.seconds)}, MFU {100 * time.mfu:.0f} %", bar, split))
     cost = attrgetter("seconds" if timed else "bytes")
