@@ -41,6 +41,7 @@ from ..hardware.topology import parse_topology
 from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
 from ..layouts import PRESETS
 from ..options import add_flags, flag_of, given_flags
+from ..passes.advice import fix_of_slices, flags_of, slice_traffic
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
@@ -450,7 +451,8 @@ def _plan(args: argparse.Namespace) -> int:
 def _next_step(args: argparse.Namespace, plan: Plan) -> str:
     """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
     :data:`WORTH_TRYING`; where the plan does not fit, FSDP on a mesh of one axis counts as well. Else the command of a search, on
-    more devices if the plan's cannot store its state. Schemes that lack an axis of the plan's layout do not count."""
+    more devices if the plan's cannot store its state. The edits that keep each layer within a slice count as a scheme. Schemes that
+    lack an axis of the plan's layout do not count."""
     if where := topology_for_state(plan):
         return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
     found: list[tuple[float, float, str]] = []
@@ -471,6 +473,8 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
         has_axes = set(plan.layout.axes) <= set(layout.axes) <= plan.sizes.keys()
         if has_axes and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
             add(f"--layout {name}" if layout == scheme() else f'--layout "{layout}"', layout=layout)
+    if slice_traffic(plan)[1] and (changes := fix_of_slices(plan)[1]):
+        add(flags_of(changes), **changes)
     seconds, peak, flags = min(found, default=(math.inf, 0.0, ""))
     if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
         where = ", on the same mesh" * ("--mesh" not in flags)

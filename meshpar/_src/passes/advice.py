@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +17,7 @@ from ..hardware.topology import parse_topology
 from ..layout import BETWEEN_SLICES, Layout
 from ..mesh import planned_mesh
 from ..plan.checks import kernel_rule_text, sequence_name, unnamed_results, unnamed_weights
-from ..plan.collectives import dcn_bytes_sent
+from ..plan.collectives import Collective, dcn_bytes_sent
 from ..plan.plan import Plan
 from ..program.guessed_names import GIVEN
 from ..program.ir import Op
@@ -44,8 +44,8 @@ def idle_axes(plan: Plan) -> list[str]:
 
 
 def with_notes(plan: Plan) -> Plan:
-    """The plan with notes: traffic between slices, axes and rules without effect on its program, a compiler without a table."""
-    notes = list(filter(None, [_slice_traffic(plan), _scaled_matmuls(plan)]))
+    """The plan with notes: axes and rules without effect on its program, a compiler without a table."""
+    notes = list(filter(None, [_scaled_matmuls(plan)]))
     idle = ", ".join(f"`{a}`" for a in idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")
@@ -84,31 +84,42 @@ def _scaled_matmuls(plan: Plan) -> str | None:
     return None
 
 
-def _slice_traffic(plan: Plan) -> str | None:
-    """A note of the weights and activations that each layer receives from other slices; None: no such values.
+def slice_traffic(plan: Plan) -> tuple[str, list[Collective]]:
+    """The weights and activations that each layer receives from other slices, as text with the edits that avoid them, and the
+    collectives; ("", []): no such values.
 
     Slices are meant to exchange gradients only.
     """
     if plan.chip is None or not plan.chip.torus:
-        return None  # nodes of GPUs have a link to others for every GPU
+        return "", []  # nodes of GPUs have a link to others for every GPU
     weights = {d for h in plan.inputs if h.kind in ("params", "opt") for d in h.dims if d}
     traffic = [
-        (dcn_bytes_sent(c, plan.torus) * c.runs, c)
+        (sent, c)
         for c in plan.collectives
-        if c.count != 1 and (c.op not in ("all-reduce", "reduce-scatter") or set(c.dims.split()) - {*weights, "_"})
+        if c.count != 1
+        and (c.op not in ("all-reduce", "reduce-scatter") or set(c.dims.split()) - {*weights, "_"})
+        and (sent := dcn_bytes_sent(c, plan.torus) * c.runs)
     ]
-    total, (_, largest) = sum(sent for sent, _ in traffic), max(traffic, key=lambda x: x[0], default=(0.0, None))
-    if not total or largest is None:
-        return None
-    return (
+    if not traffic:
+        return "", []
+    total, (_, largest) = sum(sent for sent, _ in traffic), max(traffic, key=lambda x: x[0])
+    advice, changes = fix_of_slices(plan)
+    fix = f"; {advice}: {flags_of(changes)}" if changes else ""
+    text = (
         f"each layer waits for other slices: {total / 1e9:.3g} GB a device in a step, most of it {largest.op} over "
-        f"{'+'.join(largest.axes)} of `{largest.dims}` ({largest.cause}){_fix_of_slices(plan)}"
+        f"{'+'.join(largest.axes)} of `{largest.dims}` ({largest.cause}){fix}"
     )
+    return text, [c for _, c in traffic]
 
 
-def _fix_of_slices(plan: Plan) -> str:
-    """The edits with which only the batch is split over slices: a first axis of the mesh between slices alone, and rules that shard
-    nothing else over it; "": the plan has both."""
+def flags_of(changes: Mapping[str, str]) -> str:
+    """``--mesh "slice=2, data=8" --layout "batch: slice+data"``."""
+    return " ".join(f'--{name} "{value}"' for name, value in changes.items())
+
+
+def fix_of_slices(plan: Plan) -> tuple[str, dict[str, str]]:
+    """The advice, and the mesh and layout, with which only the batch is split over slices: a first axis of the mesh between slices
+    alone, and rules that shard nothing else over it; without those that the plan has."""
     given, rules = plan.topology and parse_topology(plan.topology).slices, plan.requested_layout.rules
     slices = given or len({d.slice_index for d in np.ravel(plan.mesh.devices)})  # type: ignore[arg-type]
     sizes, within, over, left = dict(plan.sizes), dict(plan.sizes), list[str](), slices
@@ -116,7 +127,7 @@ def _fix_of_slices(plan: Plan) -> str:
         if left > 1:
             over.append(axis)
             within[axis], left = size // math.gcd(size, left), left // math.gcd(size, left)
-    text, edits = "keep weights within a slice, and split only the batch over slices", list[str]()
+    text, edits = "keep weights within a slice, and split only the batch over slices", dict[str, str]()
     if within[over[-1]] > 1 or (sizes.get(BETWEEN_SLICES) == slices and BETWEEN_SLICES not in over):
         text = f"the mesh axis `{over[-1]}` crosses slices"
         of_batch = (a for a in sizes if {r.dim for r in rules if a in r.axes} == {"batch"})
@@ -125,12 +136,11 @@ def _fix_of_slices(plan: Plan) -> str:
             within, text = sizes, f"{text}, since `{own}` is not first"
         first = own or BETWEEN_SLICES
         mesh = {first: slices, **{a: n for a, n in within.items() if a != first and n > 1}}
-        edits, over = [f'--mesh "{mesh_text(mesh)}"'], [first]
+        edits, over = {"mesh": mesh_text(mesh)}, [first]
     inside = [replace(r, axes=tuple(a for a in r.axes if a in sizes and a not in over)) for r in rules]
     inside = [replace(r, axes=(*over, *r.axes)) if (r.dim, r.scope) == ("batch", None) else r for r in inside]
     layout = Layout("; ".join(str(r) for r in inside if r.axes))
-    edits += [f'--layout "{layout}"'] * (layout != plan.requested_layout)
-    return f"; {text}: {' '.join(edits)}" if edits else ""
+    return text, edits | ({"layout": str(layout)} if layout != plan.requested_layout else {})
 
 
 def warn(plan: Plan) -> None:

@@ -24,7 +24,7 @@ from ..iterables import grouped_by
 from ..layers.checkpoint_policies import NAMED
 from ..layout import Layout
 from ..passes import replan
-from ..passes.advice import idle_axes
+from ..passes.advice import idle_axes, slice_traffic
 from ..plan.causes import name_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
@@ -63,6 +63,7 @@ def hints(plan: Plan) -> list[str]:
     """The hints of a plan, the largest gain first: in seconds of the step, or in bytes of the peak if it does not fit."""
     found = [
         *_memory_hints(plan),
+        slices_hint(plan),
         attention_hint(plan),
         recomputation_hint(plan),
         repeated_exchange_hint(plan),
@@ -162,6 +163,13 @@ def _state_hint(plan: Plan) -> Hint | None:
         f"They fit on {where.devices} devices: {where}",
         bytes=math.inf,
     )
+
+
+def slices_hint(plan: Plan) -> Hint | None:
+    """The traffic between slices that each layer waits for, with the seconds of it that are not hidden; None: there is none."""
+    text, collectives = slice_traffic(plan)
+    took = sum(c.total_seconds - c.hidden * c.runs for c in collectives)
+    return Hint(f"up to {format_seconds(took)}: {text}", took) if text else None
 
 
 def attention_scores(program: Program) -> tuple[list[Op], set[Value]]:
@@ -417,8 +425,8 @@ class ExchangeHint:
         edit = f'mp.rename(x, {self.owner}="other") of its operand [{dims}], with the same name in the other operand'
         if self.is_result:
             after = f'mp.rename(result, other="{self.owner}") after it'
-            edit = f"Give `{self.owner}` another name in its operands (mp.named), and {after}"
-        return f"{head}{edit}: then an all-to-all sends {format_bytes(self.exchanged)}"
+            edit = f"Name `{self.owner}` otherwise in both operands of the matmul, mp.named(x, …), and write {after}"
+        return f"{head}{edit}: then an all-to-all sends {format_bytes(self.exchanged)} (docs/moe-einsums.md)"
 
 
 def exchange_hints(plan: Plan) -> list[ExchangeHint]:
