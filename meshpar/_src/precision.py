@@ -46,12 +46,12 @@ class Precision:
         float4_e2m1fn with a float8_e4m3fn scale for each 16 contracted elements (16 × 16 of a weight) and a power of two for the
         array. Gradients are rounded stochastically. Codes are sent in 8 bits.
 
-    The grouped matmuls of :func:`meshpar.layers.moe`'s experts are quantized in ``"mxfp8"`` as above, and in ``"float8"`` with a power
-    of two for each 128 elements of a row, and for each 128 × 128 elements of a weight, all float8_e4m3fn (DeepSeek-V3 Technical
-    Report, 2024, section 3.3). Their codes are multiplied in bfloat16 on all chips, which is exact.
+    The grouped matmuls of :func:`meshpar.layers.moe`'s experts are quantized in ``"mxfp8"`` as above, and in ``"float8"`` with a
+    power of two for each 128 elements of a row, and for each 128 × 128 elements of a weight, all float8_e4m3fn (DeepSeek-V3
+    Technical Report, 2024, section 3.3). Their codes are multiplied in bfloat16 on all chips, which is exact.
 
-    Convolutions, attention scores, experts in ``"nvfp4"`` or under ``jax.vmap``, and matmuls in custom derivatives, other kernels and
-    ``shard_map`` are not quantized.
+    Convolutions, attention scores, experts in ``"nvfp4"`` or under ``jax.vmap``, and matmuls in custom derivatives, other
+    kernels and ``shard_map`` are not quantized.
 
     Attributes:
       compute: dtype of the function's weights; bfloat16 halves the bytes of FSDP's all-gathers. Or a format of its matmuls.

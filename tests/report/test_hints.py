@@ -17,6 +17,7 @@ from meshpar._src.report.hints import (
     fused_hints,
     hints,
     recomputation_hint,
+    repeated_exchange_hint,
 )
 from meshpar._src.report.text import plan_renderable
 from meshpar._src.units import format_bytes, format_memory, format_seconds
@@ -65,23 +66,6 @@ def test_the_all_to_all_of_a_hint_is_that_of_the_renamed_program():
     assert f"hint {format_bytes(hint.sent - hint.exchanged)} less to send: the matmul at " in text
     assert "all-gathers of `batch`, since `expert` has `expert`" in text
     assert "\nhint" not in str(edited)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    ["batch: data; embed: data; mlp: expert", "batch, embed: data+expert", "seq: expert; mlp: expert; batch: data"],
-)
-def test_weights_that_are_gathered_get_no_hint(layout):
-    """FSDP and tensor parallelism gather what no exchange could replace."""
-
-    def dense(up, down, x, mask):
-        return jax.grad(
-            lambda up: jnp.sum(jnp.einsum("gtf,fd->gtd", jnp.einsum("gtd,df->gtf", x, up[0]), down[0]) ** 2)
-        )(up)
-
-    plan = planned(dense, layout=layout)
-    assert any(c.op == "all-gather" for c in plan.collectives)
-    assert exchange_hints(plan) == []
 
 
 def deep(batch, wrap=lambda layer: layer, microbatches=1):
@@ -146,15 +130,6 @@ def test_an_axis_that_no_rule_uses_is_the_first_hint():
     assert "mp.train.accumulate_gradients" in activations
     assert not any("no rule uses" in hint for hint in hints(scanned("batch: dp+tp", "dp=4, tp=2")))
     assert "jax.checkpoint" in hints(scanned("batch, embed: dp", "dp=4, tp=2", wrap=lambda layer: layer))[0]
-
-
-def test_a_rule_that_makes_a_pipeline_says_so_and_is_the_last_one():
-    (first, _) = hints(scanned("batch: dp; embed?: dp; mlp: none", "dp=4, tp=2"))
-    assert ": no rule uses `tp`" in first
-    (_, rule) = hints(scanned("batch: dp; mlp: tp", "dp=4, tp=2"))
-    assert "of the arguments: a rule `embed: dp` at the end" in rule
-    (rule, _) = hints(scanned("batch, embed: dp; mlp: tp; layers?: none", "dp=4, tp=2"))
-    assert "pipeline" not in rule
 
 
 def test_plans_that_fit_and_large_weights_get_no_such_hint():
@@ -272,6 +247,33 @@ def test_recomputed_matmuls_have_a_hint_where_their_results_fit():
     narrow, copied = (scanned("batch, embed: dp", "dp=8", each, (32, 1024, 2**15)) for each in wraps)
     assert copied.seconds > narrow.seconds
     assert recomputation_hint(narrow) is None
+
+
+def test_repeated_exchanges_have_a_hint_where_the_named_values_fit():
+    """The policy of the hint saves at least its seconds, and needs at most its bytes."""
+
+    def planned(wrap, groups=64):
+        def step(w, x, mask):
+            def layer(x, w):
+                return exchanged(w["up"], w["down"], x, mask), None
+
+            return jax.grad(lambda w: jnp.mean(jax.lax.scan(wrap(layer), x, w)[0] ** 2))(w)
+
+        w = {"up": f32(4, EXPERTS, 512, 512), "down": f32(4, EXPERTS, 512, 512)}
+        dims = {"w/up": "layers expert embed mlp", "w/down": "layers expert mlp embed"}
+        dims |= {"x": DIMS["x"], "mask": "batch seq choice _"}
+        how = {"mesh": "data=2, expert=4", "topology": "v5e:2x4", "layout": LAYOUT, "dims": dims}
+        return mp.plan(step, w, f32(groups, TOKENS, 512), f32(groups, TOKENS, EXPERTS, CAPACITY), **how)
+
+    policy = mp.train.checkpoint_policies.collectives_saveable
+    plan, saving = (planned(wrap) for wrap in (jax.checkpoint, lambda layer: jax.checkpoint(layer, policy=policy)))
+    hint = repeated_exchange_hint(plan)
+    assert hint.text in hints(plan)
+    assert 0 < hint.seconds <= plan.seconds - saving.seconds
+    (size,) = re.findall(r"at most ([\d.]+ \wiB)", hint.text)
+    assert saving.memory.peak - plan.memory.peak < float(size.split()[0]) * 2 ** {"MiB": 20, "GiB": 30}[size.split()[1]]
+    assert repeated_exchange_hint(saving) is None
+    assert repeated_exchange_hint(planned(jax.checkpoint, 2**18)) is None  # they do not fit
 
 
 @pytest.mark.parametrize("by_head", [False, True])

@@ -12,8 +12,6 @@ from collectives_of import planned_and_compiled
 from jax import lax
 from same_results import assert_as_unsharded
 
-import meshpar as mp
-
 RNG = np.random.default_rng(1)
 MESHES = {"data=4, model=2": "seq: data", "data=2, model=2, idle=2": "seq: data+model"}
 
@@ -76,20 +74,3 @@ GATHER = 6 * 4 * 3  # bytes that a device sends when the others get one float32[
 def test_sends_candidates(fn, expected):
     _, planned, found = planned_and_compiled(fn, normal(6, 32), layout="seq: data", dims={"x": "batch seq"})
     assert planned == found == expected
-
-
-@pytest.mark.parametrize(
-    ("draw", "rows"),
-    [
-        (lambda x, key: jax.random.permutation(key, x[:, 0]), 1),
-        (lambda x, key: jax.random.permutation(key, x, independent=True), 4),
-        (lambda x, key: mp.named(x[jax.random.permutation(key, 16)], "rows _"), 4),
-        (lambda x, key: (lambda y: jnp.lexsort((y, jnp.round(y))))(x[:, 0]) + key[0], 1),
-    ],
-)
-def test_a_sort_of_several_operands_gathers_no_operand_that_it_can_recompute(draw, rows):
-    """Random bits and rounded keys are computed for all rows; the array with the rows is gathered once."""
-    x, key = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32), jax.random.PRNGKey(0)
-    step = mp.jit(draw, mesh="data=8", layout="rows: data", dims={"x": "rows _"}, lowering="shard_map")
-    assert [(c.op, c.bytes) for c in step.plan(x, key).collectives] == [("all-gather", 16 * rows * 4 * 7 / 8)]
-    np.testing.assert_array_equal(step(x, key), draw(x, key))

@@ -69,6 +69,7 @@ def wanted():
     return {name: simulated(block, *case()) for name, block in {**BLOCK, "bfloat16": None}.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "name", "lowering"), covering.each(LAYOUTS, list(BLOCK), ["shard_map", "jit"]))
 def test_three_steps_equal_the_simulation(wanted, layout, name, lowering):
     params, x = case()
