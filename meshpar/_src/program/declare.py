@@ -88,8 +88,8 @@ def kernel_rule(
             def fixed(f: Any) -> Any:
                 return functools.partial(f, **dict(static)) if f and static else f
 
-            forms = [fixed(f) for f in (fn, local, sends, works)]
-            return Kernel(forms[0], notation, *forms[1:3], kernel_name, works=forms[3], options=dict(static))
+            own, declared = (fixed(fn), notation, fixed(local), fixed(sends)), fixed(works)
+            return Kernel(*own, kernel_name, works=declared, options=dict(static))
 
         @functools.wraps(fn)
         def call(*args: Any, **static: Any) -> Any:
