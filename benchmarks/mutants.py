@@ -510,7 +510,7 @@ def prove(args: argparse.Namespace) -> None:
     """The outcomes of ``--prove``."""
     global PRELOADED
     PRELOADED = (*PRELOADED, "proof_programs")  # whose functions have their code replaced in each fork
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # of the process that forks
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"  # of the process that forks
     import proof_programs
 
     lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
