@@ -20,6 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import meshpar as mp
+from meshpar._src.compat.jax import make_generated_jaxpr
 from meshpar._src.lower.shard_map import lower_to_shard_map
 from meshpar._src.verify.numbers import QUICK
 from meshpar._src.verify.proofs import claims_of
@@ -153,7 +154,7 @@ def programs() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
 def lowered(plan: mp.Plan) -> ClosedJaxpr:
     """The per-device program, of flat arguments."""
     like = [S(v.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in plan.program.inputs]
-    return jax.make_jaxpr(lower_to_shard_map(plan, plan.mesh)[0])(*like)
+    return make_generated_jaxpr(lower_to_shard_map(plan, plan.mesh)[0], *like)
 
 
 def arguments(program: ClosedJaxpr) -> list[Any]:
