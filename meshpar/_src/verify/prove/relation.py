@@ -212,10 +212,15 @@ class Context:
 
     def expanded(self, rel: Rel, dims: Iterable[int]) -> Rel:
         """The relation with a term that has its real size along dims where it is constant, taken as replicated."""
-        term = rel.term
-        for d in dims:
-            term = self.terms.expand(term, d, rel.shape[d])
-        return replace(rel, term=term)
+        dims = set(dims)
+        sizes = [n if d in dims else 1 for d, n in enumerate(rel.shape)]
+        return replace(rel, term=self.filled(rel.term, sizes))
+
+    def filled(self, term: Term, sizes: Sequence[int]) -> Term:
+        """The term, with these sizes along dims where it is constant."""
+        for d, n in enumerate(sizes):
+            term = self.terms.expand(term, d, n)
+        return term
 
     def coordinates(self, axes: Sequence[str]) -> dict[str, np.ndarray]:
         """axis → its coordinate on every device along ``axes``, the first axis major."""
