@@ -526,7 +526,9 @@ def prove(args: argparse.Namespace) -> None:
             raise SystemExit(f"{name}: no result is proven, or one is wrong, without a mutant")
     every = sampled(args.paths or [SOURCE / name for name in PROVEN], 1 << 30, args.seed).values()
     mutants = [e for e in itertools.chain.from_iterable(itertools.zip_longest(*every)) if e and e.statement]
-    covering = {e.key: [n for n, b in bases.items() if {*b["lines"].get(str(e.path), ())} & {*e.lines}] for e in mutants}
+    covering = {
+        e.key: [n for n, b in bases.items() if {*b["lines"].get(str(e.path), ())} & {*e.lines}] for e in mutants
+    }
     mutants = [e for e in mutants if covering[e.key]]
     print(f"{len(mutants)} mutants of lines that the programs execute", flush=True)
     end = time.monotonic() + 60 * args.minutes

@@ -93,7 +93,19 @@ def chosen(x: jax.Array, ids: jax.Array, at: jax.Array) -> Any:
     rows = jnp.where(jnp.any(x > 0.5, 1, keepdims=True), jnp.pad(x[:, 1:-1], ((0, 0), (1, 1))), jnp.flip(x, 1))
     branch = jax.lax.cond(at > 3, lambda x: x.min(0), lambda x: x.max(0), x)
     halved = jax.lax.while_loop(lambda y: jnp.abs(y).sum() > 1.0, lambda y: y / 2, x)
-    return best, index, moved, counts, rows, branch, halved, jnp.sort(x, 1), jnp.argmin(x, 0), ids.sum(), jnp.all(ids > 2)
+    return (
+        best,
+        index,
+        moved,
+        counts,
+        rows,
+        branch,
+        halved,
+        jnp.sort(x, 1),
+        jnp.argmin(x, 0),
+        ids.sum(),
+        jnp.all(ids > 2),
+    )
 
 
 def programs() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
@@ -143,7 +155,10 @@ def programs() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
         yield f"layers, {layout}", lambda layout=layout: plan(*stack, rows, layout)
     picked = chosen, (S((BATCH, VOCAB), jnp.float32), S((BATCH,), jnp.int32), S((), jnp.int32))
     for layout in ("batch: data+model", "batch: data; vocab: model"):
-        yield f"choices, {layout}", lambda layout=layout: plan(*picked, {"x": "batch vocab", "ids": "batch", "at": ""}, layout)
+        yield (
+            f"choices, {layout}",
+            lambda layout=layout: plan(*picked, {"x": "batch vocab", "ids": "batch", "at": ""}, layout),
+        )
     for layout in ("fsdp_tensor", "sequence_parallel"):
         yield (
             f"transformer {layout}",

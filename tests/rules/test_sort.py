@@ -93,3 +93,12 @@ def test_a_sort_of_several_operands_gathers_no_operand_that_it_can_recompute(dra
     step = mp.jit(draw, mesh="data=8", layout="rows: data", dims={"x": "rows _"}, lowering="shard_map")
     assert [(c.op, c.bytes) for c in step.plan(x, key).collectives] == [("all-gather", 16 * rows * 4 * 7 / 8)]
     np.testing.assert_array_equal(step(x, key), draw(x, key))
+
+
+def test_results_that_nobody_reads_are_not_resharded():
+    """An argsort makes the sorted array and its bits as well."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    step = mp.jit(lambda x: jnp.argsort(jnp.round(x), 1), mesh="data=4", layout="cols: data", dims={"x": "_ cols"},
+                  lowering="shard_map")  # fmt: skip
+    assert [c.op for c in step.plan(x).collectives] == ["all-to-all", "all-to-all"]
+    np.testing.assert_array_equal(step(x), jnp.argsort(jnp.round(x), 1))
