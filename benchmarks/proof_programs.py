@@ -281,7 +281,8 @@ def replace_code(path: Path, text: str) -> None:
     for found in gc.get_objects():
         if isinstance(found, FunctionType) and found.__code__.co_filename == str(path):
             functions[found.__code__].append(found)
-    for old, new in code_pairs(*(compile(t, str(path), "exec") for t in (path.read_text(), text))):
+    old_and_new = (compile(t, str(path), "exec", dont_inherit=True) for t in (path.read_text(), text))
+    for old, new in code_pairs(*old_and_new):
         for function in functions[old]:
             function.__code__ = new
 
