@@ -185,7 +185,7 @@ class Context:
       terms: the terms of the proof.
       sizes: axis → size, of the mesh axes that a program is in the ``shard_map`` of.
       loops: the loops of the function as it was written, by their kind and length.
-      kernels: (name, numbers of the operands) → id of a kernel → its equation in the function as it was written.
+      kernels: name → the kernels of the function as it was written: equation, and terms of its operands.
       images: number of a term → the kind with which it is reduced as the value that it is an image of (:mod:`lemmas.bits`).
       written: the equations belong to the function as it was written.
     """
@@ -193,7 +193,7 @@ class Context:
     terms: Terms
     sizes: Mapping[str, int] = field(default_factory=dict)
     loops: dict[Any, list[Any]] = field(default_factory=dict)
-    kernels: dict[Any, dict[int, JaxprEqn]] = field(default_factory=dict)
+    kernels: dict[str, list[tuple[JaxprEqn, list[Term]]]] = field(default_factory=dict)
     images: dict[int, str] = field(default_factory=dict)
     written: bool = True
 

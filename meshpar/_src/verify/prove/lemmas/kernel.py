@@ -18,8 +18,11 @@ from .table import LOCAL_FORM, lemma
 def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A kernel of the function as it was written: one term for each result."""
     require(not ctx.sizes, "a kernel within a per-device program")
-    rels, own = [ctx.replicated(ctx.filled(r.term, r.shape), r.shape) for r in rels], eqn.params["kernel"]
-    found = ctx.kernels.setdefault((own.name, *(r.term.number for r in rels)), {}).setdefault(id(own), eqn)
+    own, terms = eqn.params["kernel"], [ctx.filled(r.term, r.shape) for r in rels]
+    known = ctx.kernels.setdefault(own.name, [])
+    found = next((e for e, args in known if e.params["kernel"] is own and args == terms), eqn)
+    known += [(eqn, terms)] * (found is eqn)
+    rels = [ctx.replicated(t, r.shape) for t, r in zip(terms, rels, strict=True)]
     return act(ctx, eqn, rels, unsharded=ALL, params=id(found))
 
 
@@ -29,20 +32,19 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     over the axes of factors that it does not have. A factor marked ``!`` is not sharded."""
     name = str(eqn.params["name"]).removeprefix(LOCAL_FORM)
     not_partial(rels, f"kernel {name}")
-    found: list[JaxprEqn] = []
-    for (own_name, *numbers), written in ctx.kernels.items():
-        if own_name == name and len(numbers) == len(rels):
-            ins = [aval_of(v) for v in next(iter(written.values())).invars]
-            full = [ctx.filled(r.term, a.shape) for r, a in zip(rels, ins, strict=True)]
-            found += written.values() if [t.number for t in full] == numbers else ()
+    found = []
+    for written, terms in ctx.kernels.get(name, ()):
+        same = len(terms) == len(rels) and all(
+            ctx.filled(r.term, t.shape) is t for r, t in zip(rels, terms, strict=True)
+        )
+        found += [(written, terms)] * same
     require(bool(found), f"a kernel {name} that the function as written does not have, of these operands")
     require(len(found) == 1, f"one of several kernels {name} of these operands")
-    (written,) = found
+    ((written, terms),) = found
     own: Any = written.params["kernel"]
     ins, outs = ([aval_of(v) for v in vs] for vs in (written.invars, written.outvars))
     notation, sizes = own.notation, own.sizes([a.shape for a in ins], [a.shape for a in outs])
     axes: dict[str, tuple[str, ...]] = {}
-    terms = [ctx.filled(r.term, a.shape) for r, a in zip(rels, ins, strict=True)]
     pairs, constant = [], []  # (factors, axes) of dims; (factors, sizes on a device and in all) of dims of constants
     for r, term, dims in zip(rels, terms, notation.ins, strict=True):
         for factors, size, n, full, spec in zip(dims, r.term.shape, r.shape, term.shape, r.spec, strict=True):
