@@ -191,7 +191,8 @@ def run(program: ClosedJaxpr, args: Sequence[Any]) -> list[jax.Array]:
 
 def equal(found: Sequence[jax.Array], wanted: Sequence[jax.Array]) -> bool:
     """Whether results are the same, up to rounding."""
-    return all(np.allclose(x, y, rtol=2e-3, atol=2e-5, equal_nan=True) for x, y in zip(found, wanted, strict=True))
+    pairs = zip(found, wanted, strict=True)
+    return all(x.shape == y.shape and np.allclose(x, y, rtol=2e-3, atol=2e-5, equal_nan=True) for x, y in pairs)
 
 
 def text_of(program: ClosedJaxpr) -> str:
