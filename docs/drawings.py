@@ -128,8 +128,10 @@ def array(
         for axis in over:
             count *= sizes[axis]
         for k in range(1, count):
-            along = (0, height) if dx else (width, 0)
-            body.append(cut(x + dx * k / count, y + dy * k / count, *along, over))
+            along, inner, first = (0, height) if dx else (width, 0), count, 0
+            while k % (inner := inner // sizes[over[first]]):  # the first axis cuts into the largest blocks
+                first += 1
+            body.append(cut(x + dx * k / count, y + dy * k / count, *along, over[first:]))
     (rows, row_axes), (columns, column_axes) = dims
     inks = [colour(over) if over else "var(--dim)" for over in (row_axes, column_axes)]
     at = f' transform="rotate(-90 {x - 6:g} {y + height / 2:g})"'
@@ -156,7 +158,7 @@ def tensor(dims: str, shape: tuple[int, int], layout: mp.Layout, x: float, y: fl
         bounds = tuple((s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, shape, strict=True))
         blocks.setdefault(bounds, []).append(device.id)
     for ((top, bottom), (left, right)), devices in sorted(blocks.items()):
-        text = "all" if len(devices) == 8 else " ".join(map(str, sorted(devices)))
+        text = "all devices" if len(devices) == 8 else " ".join(map(str, sorted(devices)))
         body.append(label(x + (left + right) / 2 * scale, y + (top + bottom) / 2 * scale + 4.5, text))
     return body
 
@@ -206,7 +208,8 @@ def matmul_drawing() -> str:
 def schedule_drawing(name: str) -> str:
     """The slots of four stages for six microbatches: a row per stage with a line per loop, a column per tick."""
     schedule, side, height = Schedule(name, 4, 6, order="FBW" if name == "zb" else "FB"), 26, 20
-    fills = [f"color-mix(in srgb, {colour(['stage'])} {n}%, var(--ink))" for n in (100, 62, 34)]
+    green = f"color-mix(in srgb, {colour(['stage'])} {{}}%, var(--{{}}))".format
+    fills = (green(35, "page"), "var(--ink)"), (green(100, "page"), "var(--page)"), (green(45, "ink"), "var(--page)")
     tall = schedule.loops * height
     left, top = 78, 60
     slots = " + ".join(str(schedule.slots(loop)) for loop in range(schedule.loops))
@@ -217,24 +220,21 @@ def schedule_drawing(name: str) -> str:
     for stage in range(schedule.stages):
         y = top + stage * (tall + 6)
         body.append(label(left, y + tall // 2 + 5, f"stage {stage}", "end"))
-        for loop, fill in enumerate(fills[: schedule.loops]):
+        for loop, (fill, ink) in enumerate(fills[: schedule.loops]):
             for tick in range(schedule.starts[loop], schedule.starts[loop] + schedule.slots(loop)):
                 x, row = left + 8 + side * tick, y + height * loop
                 slot = schedule.slot(loop, stage, tick)
-                body += box(
-                    x, row, side, height, "var(--line)" if slot is None else fill, "" if slot is None else str(slot[0])
-                )
-    width, bottom = (
-        max(left + 16 + side * schedule.ticks, 520 + 150 * (schedule.loops > 2)),
-        top + schedule.stages * (tall + 6) + 26,
-    )
-    names = ("forward", "backward", "weight gradients")[: schedule.loops]
-    x = left + 8
-    for fill, text in (*zip(fills, names, strict=False), ("var(--line)", "idle")):
-        body.append(f'<rect x="{x}" y="{bottom - 22}" width="12" height="12" fill="{fill}"/>')
+                body += box(x, row, side, height, *(("var(--line)", "") if slot is None else (fill, str(slot[0]), ink)))
+    bottom = top + schedule.stages * (tall + 6) + 26
+    backward = ("gradients of inputs", "gradients of weights") if schedule.loops > 2 else ("backward",)
+    x = left + 8.0
+    shown = zip(fills, ("forward", *backward), strict=False)
+    for fill, text in (*((fill, text) for (fill, _), text in shown), ("var(--line)", "idle")):
+        body.append(f'<rect x="{x:g}" y="{bottom - 22}" width="12" height="12" fill="{fill}"/>')
         body.append(label(x + 18, bottom - 12, text, "start"))
-        x += 100 if len(text) < 10 else 150
-    body.append(label(x - 30, bottom - 12, "numbers: microbatches", "start", fill="var(--dim)"))
+        x += 38 + 6.6 * len(text)
+    body.append(label(x, bottom - 12, "numbers: microbatches", "start", fill="var(--dim)"))
+    width = max(left + 16 + side * schedule.ticks, x + 165, 520)
     return svg(width, bottom, body, f"schedule {name}: four stages, six microbatches, {schedule.ticks} ticks")
 
 
@@ -348,13 +348,20 @@ def scheme_drawing(name: str) -> str:
     largest = sorted(sent, key=lambda key: -sum(sent[key].values()))[:4]
     for k, (op, what) in enumerate(largest):
         x, y, axes = 14 + 168 * (k % 2), 158 + 25 * (k // 2), max(sent[op, what], key=sent[op, what].__getitem__)
-        body.append(f'<rect x="{x}" y="{y}" width="162" height="20" rx="10" fill="{colour(axes)}"/>')
+        stops = "".join(f'<stop offset=".5" stop-color="{colour([axis])}"/>' for axis in (axes[0], axes[-1]))
+        body.append(f'<linearGradient id="pill{k}">{stops}</linearGradient>')
+        body.append(f'<rect x="{x}" y="{y}" width="162" height="20" rx="10" fill="url(#pill{k})"/>')
         size = f' font-size="{11.5 if len(op + what) < 28 else 10}"'
         body.append(label(x + 81, y + 14, f"{op} {what}", fill="var(--page)", style=size))
     y = 194 + 25 * (len(largest) > 2)
     body.append(
         label(
-            14, y, "lines: shards of the arrays; pills: collectives of a step", "start", ' font-size="11"', "var(--dim)"
+            14,
+            y,
+            "lines cut arrays into shards; pills: collectives of a step",
+            "start",
+            ' font-size="11"',
+            "var(--dim)",
         )
     )
     return svg(360, y + 12, body, f"{title}: {rules}")

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -157,6 +157,17 @@ def part(pattern: str, page: str) -> str:
     return found[1]
 
 
+def striped(bar: str, colour: Mapping[str, str]) -> str:
+    """The style of a bar such as ``collectives over data+model``: a stripe in the colour of each of its axes; "" for one axis."""
+    axes = bar.split()[-1].split("+")
+    stops = [
+        f"{colour[a]} {100 * k / len(axes):.0f}% {100 * (k + 1) / len(axes):.0f}%"
+        for k, a in enumerate(axes)
+        if axes[1:]
+    ]
+    return f"background:linear-gradient({','.join(stops)})" if stops else ""
+
+
 def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
     """A page with two plans side by side: mesh, step time, its parts on one scale, and the axes on the chips.
 
@@ -176,9 +187,13 @@ def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
         rows = [("<b>step</b>", seconds, both)]
         shown = [*both, *(bar for bar in sorted(sent) if bar[1] > 0.02 * seconds)]
         rows += [(name.replace(" over", ":"), n, [[css, n, name]]) for css, n, name in shown]
+        colour = {axis: f"var(--a{n})" for n, axis in re.findall(r'chip on c(\d)">(\w+) ', meshes[k])}
         drawn = "".join(
             f'<div><span>{name.removesuffix(" communication")}</span><span class="track">'
-            + "".join(f'<i class="{css}" style="width:{100 * n / longest:.1f}%"></i>' for css, n, _ in stack)
+            + "".join(
+                f'<i class="{css}" style="width:{100 * n / longest:.1f}%;{striped(of, colour)}"></i>'
+                for css, n, of in stack
+            )
             + f'</span><span class="n">{format_seconds(n)}</span></div>'
             for name, n, stack in rows
         )
@@ -191,13 +206,13 @@ def compared(pages: Sequence[str], titles: Sequence[str]) -> str:
         )
     head = part(r"(<h1>.*?</h1>)", pages[0])
     inputs = part(r"<dt>inputs</dt><dd>(.*?)</dd>", pages[0])
-    rules = "" if layout else f"; rules of both: {layouts[0]}"
+    rules = "" if layout else f"<br>rules of both: {layouts[0]}"
     body = (
         f'{head}<div>{inputs}, planned{rules}</div><div class="sides">{"".join(sides)}</div><p class="dim" style="max-width:none">'
-        "Framed: what differs. "
-        "exposed: kernels wait for communication. collectives: all over these mesh axes, also those that overlap with kernels. "
-        '<span class="links">Drawings: the chips, and the links of one group of each axis; the wider a line, the more bytes pass '
-        "it.</span></p>"
+        "Framed: what differs. step = kernels + exposed communication: kernels wait for it. Collectives: all of them, also those "
+        "that overlap with kernels, in the colours of their mesh axes. "
+        '<span class="links">Squares: chips. Black: one chip; blue and orange: the chips that it communicates with over each axis, '
+        "and the links between them, wider for more bytes.</span></p>"
     )
     return re.sub(r'(?s)(<main class="mp page">).*?(</main>|<script>)', lambda m: m[1] + body + m[2], pages[0], count=1)
 

@@ -125,6 +125,14 @@ NNX_FILE = """
         model = nnx.eval_shape(lambda: Mlp(nnx.Rngs(0)))
         loss = lambda model, x: (model.down(nnx.relu(model.up(x))) ** 2).mean()
         return loss, (model, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+
+    def training():
+        import optax
+        create = lambda: (model := Mlp(nnx.Rngs(0)), nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param))
+        loss, (model, x) = target()
+        def step(model, optimizer, x):
+            optimizer.update(model, nnx.grad(loss)(model, x))
+        return step, (*nnx.eval_shape(create), x)
 """
 
 
@@ -169,11 +177,19 @@ def test_defaults_are_one_axis_over_the_topology_and_fsdp_and_are_said(run):
     assert "a step takes" in out
 
 
-@pytest.mark.parametrize(("layout", "mesh"), [("hsdp", "slice=2, data=8"), ("zero1", "data=16")])
+@pytest.mark.parametrize(
+    ("layout", "mesh"),
+    [
+        ("hsdp", "slice=2, data=8"),
+        ("zero1", "data=16"),
+        ("batch: dp; embed: tp", "dp=4, tp=4"),
+        ("mlp: model; batch: slice+data", "slice=2, data=2, model=4"),
+    ],
+)
 def test_the_default_mesh_of_two_nodes_has_the_axes_of_the_layout(run, layout, mesh):
-    status, out, err = run(f"plan small --topology '2x h100:8' --layout {layout}")
+    status, out, err = run(f"plan small --topology '2x h100:8' --layout '{layout}'")
     assert (status, f"default  mesh: {mesh}, " in err) == (0, True)
-    assert f"layout    {mp.Layout(layout)}" in out
+    assert f"layout {mp.Layout(layout)} " in " ".join(out.split())
 
 
 @pytest.mark.parametrize(("mlp", "embed"), [(32, "data"), (40960, "slice+data")])
@@ -192,6 +208,15 @@ def test_names_in_metadata_of_nnx_and_names_that_are_inferred_beside_them(comman
         status, out, _ = command("plan", f"{tmp_path / 'some_nnx.py'}:target", *where, *more)
         dims = {row["path"]: row["dims"] for row in json.loads(out)["inputs"]}
         assert (status, dims) == (0, {"model/up/kernel": "embed mlp", "model/down/kernel": down, "x": "batch embed"})
+
+
+def test_nnx_objects_that_an_optimizer_updates_are_donated(command, tmp_path):
+    (tmp_path / "some_nnx.py").write_text(textwrap.dedent(NNX_FILE))
+    where = ("--mesh", "data=4", "--layout", "batch: data")
+    for function, label in (("training", "parameters (donated)"), ("target", "parameters ")):
+        status, out, _ = command("plan", f"{tmp_path / 'some_nnx.py'}:{function}", *where)
+        assert (status, label in out, "donate_argnames" in out) == (0, True, False)
+        assert ("(donated)" in out) == (function == "training")
 
 
 def test_plan_as_json_and_as_a_page(run, tmp_path):

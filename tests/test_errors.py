@@ -412,6 +412,11 @@ OTHERS = [  # (class, call, texts of the error)
         ['fix     make the sizes multiply to 16: mesh="data=8, model=2", or write -1'],
     ),
     (
+        E.MeshError,
+        lambda: mp.plan(lambda x: x, shape(8), mesh="slice=2, data=3, model=2", topology="2x v5e:2x4", layout=""),
+        ['fix     make the sizes multiply to 16: mesh="slice=2, data=4, model=2", or write -1'],
+    ),
+    (
         E.UnsupportedError,
         lambda: plan("batch: data", {"x": "batch _ _ _"}, cudnn, (jnp.ones((8, 64, 4, 64), jnp.bfloat16),)),
         ["only on a machine that has cuDNN", "test_errors.py:", "fix     mp.layers.attention(q, k, v, causal=True)"],

@@ -46,6 +46,8 @@ def test_a_text_and_back(text):
         ("v5p-768", "v5p:4x8x12", 384),
         ("tpu7x-128", "tpu7x:4x4x4", 128),  # two devices a chip
         ("2x v5p-256", "2x v5p:4x4x8", 256),
+        ("2xv6e-64", "2x v6e:8x8", 128),
+        ("4xh100:8", "4x h100:8", 32),
     ],
 )
 def test_what_clouds_call_slices(name, slice_, devices):
@@ -100,12 +102,19 @@ def test_chips_that_are_not_known_are_refused_with_those_that_are(text):
         ("v5e-16x16", "v5e:16x16"),
         ("4 h100:8", "4x h100:8"),
         ("2xh1000:8", "2x h100:8"),
+        ("4x v5e", "v5e:2x2"),
     ],
 )
 def test_the_topology_that_another_notation_means_is_named(text, meant):
     with pytest.raises(MeshError, match="is not known") as error:
         parse_topology(text)
     assert error.value.fixes[0] == f'did you mean "{meant}"?'
+
+
+def test_a_number_of_gpus_without_a_size_may_be_one_of_hosts():
+    with pytest.raises(MeshError) as error:
+        parse_topology("4x h100")
+    assert error.value.fixes[:2] == ('did you mean "h100:4"?', '4 hosts are "4x h100:8"')
 
 
 def test_every_shape_of_a_chip_exists_and_its_text_is_read_back():

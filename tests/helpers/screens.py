@@ -90,7 +90,9 @@ def checked():
     )
     rows = [
         Row(mesh, short, "shard_map", leaf, 1.9e-6, 11),
-        Row(mesh, long, "shard_map", leaf, 2.2e-6, 11, (moment,), rounding=0.31, rounding_path=moment),
+        Row(
+            mesh, long, "shard_map", leaf, 2.2e-6, 11, (moment,), rounding=0.31, rounding_path=moment, dtype="bfloat16"
+        ),
         Row(mesh, long, "jit", leaf, 0.25, 11, error=wrong),
     ]
     return Report(rows, [("data=64", short, "tokens: dim `batch` of size 32 does not divide over data=64")])

@@ -1,5 +1,7 @@
 """Names that are inferred from what a program does with its dims, for models in which nobody named any."""
 
+import functools
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -56,7 +58,7 @@ def cross_entropy(logits, labels):
 VOCAB, EMBED, HEADS, KV, HEAD_DIM, MLP, LAYERS = 48, 24, 6, 2, 8, 40, 3
 
 
-def decoder(fused=False, scanned=False, layers=LAYERS):
+def decoder(fused=False, scanned=False, layers=LAYERS, attend=attend):
     """(loss, weights) of a decoder with grouped queries and rotary embeddings; ``fused``: heads and head_dim are one dim."""
 
     def heads(x, w, n):
@@ -118,8 +120,9 @@ def assert_named(found, expected):
     assert used == set(expected)
 
 
-def test_a_decoder():
-    loss, params = decoder()
+@pytest.mark.parametrize("attend", [attend, functools.partial(jax.nn.dot_product_attention, is_causal=True)])
+def test_a_decoder(attend):
+    loss, params = decoder(attend=attend)
     assert_named(dims_of(*trained(loss, params), batch_of()), OF_DECODER)
 
 
@@ -131,8 +134,9 @@ def test_a_scanned_decoder_has_layers():
     assert_named(dims_of(*trained(loss, params), batch_of()), expected)
 
 
-def test_fused_heads_are_named_after_their_first_part():
-    loss, params = decoder(fused=True)
+@pytest.mark.parametrize("attend", [attend, functools.partial(jax.nn.dot_product_attention, is_causal=True)])
+def test_fused_heads_are_named_after_their_first_part(attend):
+    loss, params = decoder(fused=True, attend=attend)
     fused = {"*/q": "embed heads", "*/k": "embed kv_heads", "*/v": "embed kv_heads", "*/o": "heads embed"}
     assert_named(dims_of(*trained(loss, params), batch_of()), OF_DECODER | fused)
 

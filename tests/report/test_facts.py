@@ -9,7 +9,14 @@ import lab_program
 import pytest
 
 import meshpar as mp
-from meshpar._src.report.facts import MEASURED_GPU_STEPS, PUBLISHED_GPU_STEP, argument_dims, parallelism, rule_effects
+from meshpar._src.report.facts import (
+    MEASURED_GPU_STEPS,
+    PUBLISHED_GPU_STEP,
+    TORCHTITAN_GPU_STEPS,
+    argument_dims,
+    parallelism,
+    rule_effects,
+)
 from meshpar._src.report.timeline import COMPUTE, timeline
 
 BATCH, EMBED, MLP, LAYERS = 4096, 1024, 4096, 6
@@ -146,8 +153,12 @@ def test_plans_for_gpus_have_the_measured_ratios(pytestconfig):
     table = (pytestconfig.rootpath / "benchmarks/results/published.md").read_text()
     (ratio,) = re.findall(r"\| llama2_7b, h100:8 \|.*\| ([\d.]+) \| [\d.]+ GiB \|", table)
     assert round(1 / float(ratio), 2) == PUBLISHED_GPU_STEP
+    rows = re.findall(r"\| llama3_\d+b, (?:\d+x )?h100:8 \|.*\| ([\d.]+) \| ([\d.]+) \| [\d.]+ \| [\d.]+ GiB \|", table)
+    ratios = [float(measured) / float(planned) for measured, planned in rows]
+    assert (round(min(ratios), 2), round(max(ratios), 2)) == TORCHTITAN_GPU_STEPS
     gpu, tpu = (str(lab_program.planned("data=8", "batch: data", topology)) for topology in ("h100:8", "v5e:2x4"))
-    text = "measured steps took 1.0 to 1.03 times as long as planned on one H200, 1.14 times on eight H100s"
+    text = "measured steps took 1.0 to 1.03 times as long as planned on one H200, 1.14 times on eight H100s (MaxText, by NVIDIA), "
+    text += "1.55 to 1.76 times on H100s limited to 500 W (torchtitan, in PyTorch)"
     assert (text in " ".join(gpu.split()), text in " ".join(tpu.split())) == (True, False)
 
 

@@ -17,6 +17,7 @@ from meshpar._src.report.hints import (
     fused_hints,
     hints,
     recomputation_hint,
+    repeated_exchange_hint,
 )
 from meshpar._src.report.text import plan_renderable
 from meshpar._src.units import format_bytes, format_memory, format_seconds
@@ -272,6 +273,33 @@ def test_recomputed_matmuls_have_a_hint_where_their_results_fit():
     narrow, copied = (scanned("batch, embed: dp", "dp=8", each, (32, 1024, 2**15)) for each in wraps)
     assert copied.seconds > narrow.seconds
     assert recomputation_hint(narrow) is None
+
+
+def test_repeated_exchanges_have_a_hint_where_the_named_values_fit():
+    """The policy of the hint saves at least its seconds, and needs at most its bytes."""
+
+    def planned(wrap, groups=64):
+        def step(w, x, mask):
+            def layer(x, w):
+                return exchanged(w["up"], w["down"], x, mask), None
+
+            return jax.grad(lambda w: jnp.mean(jax.lax.scan(wrap(layer), x, w)[0] ** 2))(w)
+
+        w = {"up": f32(4, EXPERTS, 512, 512), "down": f32(4, EXPERTS, 512, 512)}
+        dims = {"w/up": "layers expert embed mlp", "w/down": "layers expert mlp embed"}
+        dims |= {"x": DIMS["x"], "mask": "batch seq choice _"}
+        how = {"mesh": "data=2, expert=4", "topology": "v5e:2x4", "layout": LAYOUT, "dims": dims}
+        return mp.plan(step, w, f32(groups, TOKENS, 512), f32(groups, TOKENS, EXPERTS, CAPACITY), **how)
+
+    policy = mp.train.checkpoint_policies.collectives_saveable
+    plan, saving = (planned(wrap) for wrap in (jax.checkpoint, lambda layer: jax.checkpoint(layer, policy=policy)))
+    hint = repeated_exchange_hint(plan)
+    assert hint.text in hints(plan)
+    assert 0 < hint.seconds <= plan.seconds - saving.seconds
+    (size,) = re.findall(r"at most ([\d.]+ \wiB)", hint.text)
+    assert saving.memory.peak - plan.memory.peak < float(size.split()[0]) * 2 ** {"MiB": 20, "GiB": 30}[size.split()[1]]
+    assert repeated_exchange_hint(saving) is None
+    assert repeated_exchange_hint(planned(jax.checkpoint, 2**18)) is None  # they do not fit
 
 
 @pytest.mark.parametrize("by_head", [False, True])

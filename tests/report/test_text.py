@@ -2,9 +2,11 @@
 
 import io
 import json
+import re
 
 import jax
 import jax.numpy as jnp
+import lab_program
 import optax
 import pytest
 from rich.ansi import AnsiDecoder
@@ -18,6 +20,7 @@ from meshpar._src.report.document import plain
 from meshpar._src.report.facts import argument_groups, collective_groups
 from meshpar._src.report.tables import Wrapped
 from meshpar._src.report.text import BAR_CELLS, memory_bar
+from meshpar._src.units import format_bytes
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
 ARGS = (jax.ShapeDtypeStruct((256, 512), jnp.float32), jax.ShapeDtypeStruct((64, 256), jnp.float32))
@@ -174,3 +177,44 @@ def test_collectives_of_a_known_chip_are_ordered_by_time():
     first = [collective_groups(p.collectives)[0] for p in (timed, untimed)]
     assert first[0].bytes < first[1].bytes
     assert 'plan.save("plan.html")' in str(untimed)  # the scalars are less than 1 % of the bytes
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "why"),
+    [
+        (
+            "batch: data; embed, mlp: model",
+            "data=4, model=4",
+            "",
+        ),
+        (
+            "batch, embed, mlp: data",
+            "data=16",
+            "`mlp: data`: `embed` or `batch` already takes `data` in {n} of the {n} arrays with `mlp`",
+        ),
+        ("batch: data; layers?: model", "data=2, model=8", "`layers?: model`: 8 does not divide 4"),
+    ],
+)
+def test_a_rule_that_shards_nothing_is_named_with_the_reason(layout, mesh, why):
+    text = " ".join(plain(lab_program.planned(mesh, layout), 160).split())
+    head = text.partition(" lowering ")[0]
+    said = head.partition(" no effect ")[2]
+    assert re.sub(r"\d+ of the \d+", "{n} of the {n}", said) == why
+
+
+@pytest.mark.parametrize(
+    ("mesh", "topology", "says"),
+    [
+        ("slice=2, data=8", "2x v5e:2x4", "(slice 2 × data 8); slice connects the slices, over DCN"),
+        ("data=16", "2x h100:8", "(data 16); data connects the nodes, over DCN"),
+        ("data=8", "v5e:2x4", "(data 8)"),
+    ],
+)
+def test_the_head_says_which_axis_connects_slices_and_what_it_sends(mesh, topology, says):
+    layout = "batch: slice+data; embed: data" if "slice" in mesh else "batch, embed: data"
+    plan = lab_program.planned(mesh, layout, topology)
+    text = " ".join(plain(plan, 160).split())
+    assert f" of {topology} {says} inputs " in text
+    assert (f"between {'nodes' if 'h100' in topology else 'slices'} {format_bytes(plan.dcn_bytes)}" in text) == (
+        "connects" in says
+    )

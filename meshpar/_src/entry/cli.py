@@ -32,6 +32,7 @@ from rich.text import Text
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
+from ..compat import nnx
 from ..console import columns
 from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
@@ -62,6 +63,8 @@ from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
 
+OTHER_SIZE = 4
+"""Devices along each axis of a default mesh other than that of the batch."""
 WORTH_TRYING = 0.95
 """Fraction of the planned step below which the step of a known scheme is named by `meshpar plan`."""
 DESCRIPTION = """\
@@ -74,7 +77,7 @@ names in the arguments, names are inferred: `meshpar names` shows them.
   meshpar plan    examples/llama.py:llama3_8b --topology v5p:4x4x8
   meshpar lab     examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar compile examples/llama.py:llama3_8b --topology v5p:4x4x8
-  meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --mesh "data=16, model=8" --layout fsdp --layout fsdp_tensor
+  meshpar diff    examples/llama.py:llama3_8b --topology v5p:4x4x8 --layout fsdp --layout fsdp_tensor
   meshpar search  examples/llama.py:llama3_8b --topology v5e:16x16 --set "batch=32"
   meshpar calibrate examples/llama.py:tiny --layout fsdp --layout "batch: data" --calibration here.json
   meshpar prove   examples/llama.py:llama3_8b --topology v5p:4x4x8 --layout fsdp
@@ -804,16 +807,24 @@ def _traced(args: argparse.Namespace, target: Target, mesh: str, topology: str |
 
 
 def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layout: str | None) -> str:
-    """The text of the mesh; without one, ``data=N`` over all N devices of the topology, or ``slice=S, data=N/S`` over several
-    slices, unless a layout is given that lacks the axis between slices."""
+    """The text of the mesh; without one, the axes of the layout over the topology: ``slice`` over its slices, :data:`OTHER_SIZE`
+    devices along each other axis, and the remaining ones along the axis of the batch. Without a layout these are ``slice`` and
+    ``data``."""
     if mesh is None:
         if topology is None:
             raise TargetError("no machine is given", fixes=["--topology v5p:4x4x8", '--mesh "data=64, model=8"'])
-        where = parse_topology(topology)
-        mesh, what = f"data={where.devices}", f"one axis over all of {topology}"
-        if where.slices > 1 and (layout is None or BETWEEN_SLICES in mp.Layout(layout).axes):
-            mesh = f"{BETWEEN_SLICES}={where.slices}, data={where.devices // where.slices}"
-            what = f"the slices of {topology}, and one axis in each"
+        where, rules = parse_topology(topology), mp.Layout(layout or "")
+        batch = [a for rule in rules.rules if rule.dim == "batch" for a in rule.axes if a != BETWEEN_SLICES]
+        axes = [*dict.fromkeys([*batch, *(a for a in rules.axes if a != BETWEEN_SLICES)])] or ["data"]
+        several = where.slices > 1 and (layout is None or BETWEEN_SLICES in rules.axes)
+        over = {BETWEEN_SLICES: where.slices} if several else {}
+        left, others = where.devices // math.prod(over.values()), dict[str, int]()
+        for axis in axes[1:]:
+            others[axis] = math.gcd(left, OTHER_SIZE)
+            left //= others[axis]
+        mesh = mesh_text({**over, axes[0]: left, **others})
+        what = f"the slices of {topology}, and one axis in each" if over else f"one axis over all of {topology}"
+        what = "the axes of the layout: --mesh has other sizes, and `meshpar search` finds them" if others else what
         _say(args, f"default  mesh: {mesh}, {what}")
     return mesh
 
@@ -878,12 +889,16 @@ def _default_layout(args: argparse.Namespace, target: Target, mesh: str, topolog
 
 
 def _donated(args: argparse.Namespace, target: Target) -> list[str]:
-    """The names of the arguments to donate: ``--donate``, else ``["state"]`` if the step has such an argument."""
+    """The names of the arguments to donate: ``--donate``, else ``state`` and, of a step with an nnx optimizer, which updates them,
+    all nnx objects."""
     if getattr(args, "donate_argnames", None):
         return args.donate_argnames
     code = getattr(target.step, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
-    return ["state"] if "state" in names else []
+    objects = [x for x in target.args if nnx.is_graph_node(x)]
+    trains = any(isinstance(x, nnx.Optimizer) for x in objects)
+    given = zip(names, target.args, strict=False)
+    return [name for name, x in given if name == "state" or (trains and nnx.is_graph_node(x))]
 
 
 def _say(args: argparse.Namespace, text: str) -> None:

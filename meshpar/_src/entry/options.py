@@ -89,7 +89,7 @@ class StepOptions:
     donate_argnums: int | Sequence[int] | None = None
     donate_argnames: str | Iterable[str] | None = option(
         None,
-        "an argument that the step may overwrite; several may be given (default: `state`, if there is one)",
+        "an argument that the step may overwrite; several may be given (default: `state`, and nnx objects with an nnx.Optimizer)",
         metavar="NAME",
         action="append",
         flag="--donate",

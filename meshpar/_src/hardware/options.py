@@ -38,6 +38,11 @@ class OptionGroup:
     measured: str
 
 
+def flags_text(values: Mapping[str, Any]) -> str:
+    """``xla_enable_async_all_gather=True xla_…=1``: compiler options in one line."""
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
 def _true(*names: str) -> dict[str, bool | int]:
     return dict.fromkeys(names, True)
 

@@ -28,8 +28,8 @@ from ..layout import AnyMesh
 from ..units import mesh_text
 from .chips import CHIPS, Chip, chip_of_kind
 
-_TOPOLOGY = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*):(\d{1,9}(?:x\d{1,9})*)\s*\Z")
-_ACCELERATOR = re.compile(r"\s*(?:(\d{1,9})\s*x\s+)?([A-Za-z]\w*)-(\d{1,9})\s*\Z")
+_TOPOLOGY = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?([A-Za-z]\w*):(\d{1,9}(?:x\d{1,9})*)\s*\Z")
+_ACCELERATOR = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?([A-Za-z]\w*)-(\d{1,9})\s*\Z")
 _PLACES = ("x", "y", "z", "core", "slice")
 MAX_LARGER = 14
 """Number of :func:`larger_topologies`."""
@@ -165,12 +165,16 @@ def _nearest(chip: Chip, chips: Sequence[int]) -> list[tuple[int, ...]]:
 
 def _unknown_chip(text: str, name: str) -> MeshError:
     detail = f": there is no chip {name!r}" if name and name not in CHIPS else ""
-    m = re.fullmatch(r"(?:(\d+) ?x? ?)?([a-z]\w*?)(?:[x\-: ](\d[\dx]*))?", text.strip().lower())
+    m = re.fullmatch(r"(?:(\d{1,9}) ?x? ?)?([a-z]\w*?)(?:[x\-: ](\d[\dx]{0,19}))?", text.strip().lower())
     similar = []
     if m and (size := m[3] or m[1]):  # h100x8, 8xh100, 4 h100:8, h1000:8
-        slices = f"{m[1]}x " if m[1] and m[3] else ""
-        meant = (f"{slices}{chip}:{size}" for chip in near(m[2], CHIPS, 0.8)[:1])
-        similar = [f'did you mean "{each}"?' for each in meant if _TOPOLOGY.match(each)]
+        slices, sides = int(m[1]) if m[3] and m[1] else 1, tuple(map(int, re.findall(r"\d+", size)))
+        for chip in map(CHIPS.get, near(m[2], CHIPS, 0.8)[:1]):
+            assert chip is not None
+            shape = sides if chip.switch or sides[1:] else next(iter(chip.shapes(*sides)), sides)
+            meant = [f'did you mean "{Topology(slices, chip.name, shape)}"?'] * chip.exists(shape)
+            hosts = Topology(sides[0], chip.name, (chip.switch or 0,))  # 4x h100
+            similar = meant + [f'{hosts.slices} hosts are "{hosts}"'] * bool(chip.switch and not m[3])
     return MeshError(f"topology {text!r} is not known{detail}", fixes=[*similar, *_known()])
 
 
@@ -424,9 +428,13 @@ def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
     have = math.prod(sizes.values())
     if have != topology.devices:
         text = f"mesh ({mesh_text(sizes)}) has {have} devices, but {topology} has {topology.devices}"
-        first, *others = sizes
-        part, rest = divmod(topology.devices, math.prod(sizes[a] for a in others))
-        filled = {first: topology.devices} if rest else {**sizes, first: part}
+        left, filled = topology.devices, dict(sizes)
+        for axis, n in reversed(sizes.items()):  # minor axes keep their sizes, where these divide
+            if left % n:
+                filled[axis] = 1
+            left //= filled[axis]
+        fills = [a for a in sizes if filled[a] != sizes[a]] or [*sizes]
+        filled[fills[0]] *= left
         fix = f'make the sizes multiply to {topology.devices}: mesh="{mesh_text(filled)}", or write -1 for one of them'
         raise MeshError(text, fixes=[fix])
 

@@ -10,7 +10,8 @@ from ..program.primitives import name_dims_p, place_p, rename_dims_p
 
 __all__ = ["collectives_saveable", "kernels_saveable"]
 
-_NAMED = frozenset({name_dims_p.name, rename_dims_p.name, place_p.name, "sharding_constraint"})
+NAMED = frozenset({name_dims_p.name, rename_dims_p.name, place_p.name, "sharding_constraint"})
+"""Names of the primitives whose results :func:`collectives_saveable` saves."""
 _KERNELS = frozenset({kernel_p.name, "pallas_call"})
 
 
@@ -42,7 +43,7 @@ def collectives_saveable(prim: Any, *_: Any, **__: Any) -> bool:
       >>> jax.grad(lambda p: layer(p, x).sum())(params)["up"].shape
       (64, 256)
     """
-    return prim.name in _NAMED
+    return prim.name in NAMED
 
 
 def kernels_saveable(prim: Any, *_: Any, **params: Any) -> bool:

@@ -33,7 +33,7 @@ class Fact(StrEnum):
     ROWS = "rows of a weight, looked up by integers of the batch"
     OF_ROW = "another dim of a weight whose rows are looked up"
     LABEL = "a dim of activations, made by a matmul, that integers of the batch look up"
-    SHARED = "a batch dim of a matmul of two activations, other than the batch: heads"
+    SHARED = "a batch dim of a matmul of two activations, other than the batch, or of scores and values alike: heads"
     SCORED = "contracted in such a matmul, and made by a matmul of a weight: queries and keys"
     SUMMED = "contracted in such a matmul, and not made by one: positions of the keys"
     VALUES = "the other dim of the operand whose positions are summed"
@@ -270,9 +270,14 @@ class DimUses:
         self._add(Fact.SCORED, scored, op)
         self._add(Fact.SUMMED, (c for c in contracted if c not in scored), op)
         others = self._of_weights((*of[0], *of[1]))
-        if scored:
-            self._scores.update(c for n in (*of[0], *of[1]) for c in self.parts(n))
-        self._add(Fact.VALUES, (c for c in others if c not in self._scores and self.has(c, Fact.MADE)), op)
+        made = [c for c in others if self.has(c, Fact.MADE)]
+        free = {c for n in (*of[0], *of[1]) for c in self.parts(n)}
+        known = self._scores | free if scored else self._scores
+        self._add(Fact.VALUES, (c for c in made if c not in known), op)
+        if not scored and not self._scores.isdisjoint(c for n in read for c in self.parts(n)):
+            self._add(Fact.SHARED, self._scores.intersection(made), op)  # of values: the queries of one head of keys
+        else:  # scores, also where rotary embeddings hide what queries and keys contract
+            self._scores |= free
 
     def _conv(self, op: Op, ins: Sequence[Value], data: Sequence[Value]) -> None:
         if list(data) == [ins[0]]:

@@ -244,7 +244,12 @@ class Frame:
 
 def module_of_argument(value: Value, frame: Frame) -> str:
     """The path of the module that has an argument: ``blocks/0/up`` of ``model/blocks/0/up/kernel``; "" without one."""
-    return "/".join(part for part in _argument_of(value, frame).split("/")[1:-1] if part != "params")
+    return path_in_model(value, frame).rpartition("/")[0]
+
+
+def path_in_model(value: Value, frame: Frame) -> str:
+    """The path of an argument in its tree: ``blocks/0/up/kernel`` of ``model/blocks/0/up/kernel``; "" for another value."""
+    return "/".join(part for part in _argument_of(value, frame).split("/")[1:] if part != "params")
 
 
 def _argument_of(value: Value, frame: Frame) -> str:

@@ -5,6 +5,7 @@ The terminal (:mod:`.text`), pages (:mod:`.html`) and comparisons (:mod:`.diff`)
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
@@ -43,6 +44,9 @@ MEASURED_GPU_STEPS = (1.0, 1.03)
 ``benchmarks/results/device.md``. The rate of matmuls is fitted to the step with the smallest."""
 PUBLISHED_GPU_STEP = 1.14
 """Ratio of the measured to the planned time of a step of MaxText on eight H100s; source: ``benchmarks/results/published.md``."""
+TORCHTITAN_GPU_STEPS = (1.55, 1.76)
+"""Smallest and largest ratio of the measured to the planned time of steps of torchtitan on H100s that are limited to 500 of 700 W;
+source: ``benchmarks/results/published.md``."""
 COMPILED_STEP_ERROR = 0.24
 """Largest difference of planned steps from the TPU compiler's schedules, without the kernels that these count as 0 s; source:
 ``benchmarks/results/agreement.md``."""
@@ -58,6 +62,12 @@ KINDS = {"params": "parameters", "opt": "optimizer state", None: "other inputs",
 def title(plan: Plan) -> str:
     """The model of a plan: the name of its target, or of the function that was traced."""
     return plan.request.name or function_name(plan.program.traced.closed) or "step"
+
+
+def crossing(plan: Plan) -> tuple[list[str], str]:
+    """The axes that connect devices of different slices of TPUs, or nodes of GPUs, and the name of the latter: ``slices``."""
+    axes = [axis for axis, stages in plan.torus.items() if any(part.between for s in stages for part in s.parts)]
+    return axes, "nodes" if plan.chip is not None and plan.chip.switch else "slices"
 
 
 def layout_text(plan: Plan) -> str:
@@ -140,10 +150,10 @@ def accuracy_text(plan: Plan) -> str:
     """The measured times of GPU steps relative to their plans; "" for other chips, and for calibrated ones."""
     if plan.chip is None or not plan.chip.switch or plan.chip.calibration:
         return ""
-    low, high = MEASURED_GPU_STEPS
+    (low, high), (least, most) = MEASURED_GPU_STEPS, TORCHTITAN_GPU_STEPS
     return (
         f"measured steps took {low} to {high} times as long as planned on one H200, {PUBLISHED_GPU_STEP} times on eight "
-        "H100s (MaxText, by NVIDIA)"
+        f"H100s (MaxText, by NVIDIA), {least} to {most} times on H100s limited to 500 W (torchtitan, in PyTorch)"
     )
 
 
@@ -409,6 +419,7 @@ class RuleEffect:
       arguments: the arguments that it shards.
       values: number of values of the program that it shards, arguments included.
       collectives: those that it causes: another rule uses its axis, or a dim that it shards is contracted.
+      unused: why it shards nothing and causes nothing; "" if it does, or if the program has no such dim.
     """
 
     rule: Rule | None
@@ -416,6 +427,7 @@ class RuleEffect:
     arguments: ArgumentGroup
     values: int
     collectives: CollectiveGroup
+    unused: str = ""
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -439,8 +451,22 @@ def rule_effects(plan: Plan) -> list[RuleEffect]:
     out = []
     for k, rule in enumerate(rules):
         group, causes = ArgumentGroup(tuple(arguments.get(k, ()))), CollectiveGroup(tuple(caused.pop(rule, ())))
-        out.append(RuleEffect(rule, parallelism(rule, rules[:k]), group, values[k], causes))
+        unused = "" if not rule.axes or values[k] or causes.members else _why_unused(plan, rule, every)
+        out.append(RuleEffect(rule, parallelism(rule, rules[:k]), group, values[k], causes, unused))
     return out + [RuleEffect(None, "", ArgumentGroup(()), 0, CollectiveGroup(tuple(c))) for c in caused.values()]
+
+
+def _why_unused(plan: Plan, rule: Rule, values: Iterable[Value]) -> str:
+    """Why a rule shards none of the values that have its dim; "" if none has."""
+    of, axes, n = plan.program.dims, "+".join(rule.axes), math.prod(plan.sizes[a] for a in rule.axes)
+    scoped = (v for v in values if rule.scope in (None, *plan.layout.scopes_of(v.path or "", v.kind)))
+    arrays = [v for v in scoped if rule.dim in of(v)]
+    owners = {v: [name for name, axes in value_dims(plan, v) if not {*axes}.isdisjoint(rule.axes)] for v in arrays}
+    names = " or ".join(f"`{name}`" for name in dict.fromkeys(itertools.chain(*owners.values())))
+    taken = f"{names} already takes `{axes}` in {sum(map(bool, owners.values()))} of the {len(arrays)} arrays with `{rule.dim}`"
+    odd = {v.shape[of(v).index(rule.dim)] for v in arrays if not owners[v]}
+    uneven = ", ".join(str(size) for size in sorted(odd) if size % n)
+    return "; ".join([taken] * bool(names) + [f"{n} does not divide {uneven}"] * bool(uneven))
 
 
 def rules_of(plan: Plan, h: ShardedArray) -> list[int]:

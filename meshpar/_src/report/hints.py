@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from ..cost.time import time_of
 from ..dims import format_dims
 from ..hardware.topology import Topology, larger_topologies
 from ..iterables import grouped_by
+from ..layers.checkpoint_policies import NAMED
 from ..layout import Layout
 from ..passes import replan
 from ..passes.advice import idle_axes
@@ -29,7 +30,7 @@ from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
 from ..plan.steps import Step
-from ..program.ir import Op, Program, Value
+from ..program.ir import Frame, Op, Program, Value
 from ..program.pipeline import layer_loops
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
@@ -64,6 +65,7 @@ def hints(plan: Plan) -> list[str]:
         *_memory_hints(plan),
         attention_hint(plan),
         recomputation_hint(plan),
+        repeated_exchange_hint(plan),
         float32_hint(plan),
         *fused_hints(plan),
         *_exchanges(plan),
@@ -249,6 +251,34 @@ def recomputation_hint(plan: Plan) -> Hint | None:
     )
 
 
+def repeated_exchange_hint(plan: Plan) -> Hint | None:
+    """The collectives of named values, as of the tokens of experts, that the backward pass repeats, if all named values fit the
+    free memory; None: they do not, or take a small part of the step."""
+    time, memory = time_of(plan), memory_of(plan)
+    if plan.chip is None or time is None:
+        return None
+    named = [(op, n) for op, n in _with_counts(plan.program.root) if op.name in NAMED and in_recomputation(op.eqn)]
+    origins = {op for op, _ in named}
+    took = sum((c.seconds - c.hidden) * c.runs for c in plan.collectives if c.origin in origins)
+    size = sum(n * value_bytes(v, plan.placements[v].stored.spec, plan.sizes) for op, n in named for v in op.outs)
+    if took < MIN_MATMUL_SHARE * time.seconds or memory.peak + size > USABLE_FRACTION * plan.chip.per_device().hbm:
+        return None
+    return Hint(
+        f"{format_seconds(took)} or more: the backward pass repeats collectives of named values. "
+        "policy=mp.train.checkpoint_policies.collectives_saveable of jax.checkpoint saves these values, at most "
+        f"{format_memory(size)}: docs/moe.md#what-to-save",
+        took,
+    )
+
+
+def _with_counts(frame: Frame, count: int = 1) -> Iterator[tuple[Op, int]]:
+    """The ops of a frame and of its bodies, each with the number of its runs; a loop of unknown length runs once."""
+    for op in frame.ops:
+        yield op, count
+        for body in op.frames:
+            yield from _with_counts(body, count * (body.trip_count or 1))
+
+
 def float32_hint(plan: Plan) -> Hint | None:
     """The matmuls in float32 of a chip that multiplies bfloat16 faster, as GPUs do; None: they are few."""
     time = time_of(plan)
@@ -330,7 +360,9 @@ def _activations_hint(plan: Plan) -> Hint | None:
     roles = buffer_roles(plan)
     largest = max(memory.live, key=lambda live: live[1] * (roles(live[0]) == "saved activations"))[0]
     if not _is_stack_of_inputs(largest.value):
-        head += "jax.checkpoint (Flax: nn.remat) around each layer saves only the inputs of the layer; "
+        head += (
+            "jax.checkpoint (Linen: nn.remat, NNX: nnx.remat) around each layer saves only the inputs of the layer; "
+        )
     counts = (2**k for k in range(1, MAX_MICROBATCHES.bit_length()))
     count = next((m for m in counts if memory.peak - saved * (1 - 1 / m) <= capacity), None)
     m = count or MAX_MICROBATCHES

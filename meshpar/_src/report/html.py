@@ -245,7 +245,8 @@ def rules_table(plan: Plan, colours: AxisColours) -> str:
     for e in effects:
         sent, seconds, css = e.collectives.bytes, e.collectives.seconds, colours.first(e.axes)
         name = f' <span class="scheme dim">{e.parallelism}</span>' if e.parallelism else ""
-        size = '<span class="up">no effect</span>' if e.axes and not e.values and not sent else e.size_text or "–"
+        why = f' title="{escape(e.unused)}"'
+        size = f'<span class="up"{why}>no effect</span>' if e.axes and not e.values and not sent else e.size_text or "–"
         row = [
             Cell("", markup=_rule(e, colours) + name),
             Cell(str(len(e.arguments.members) or ""), css="n more"),

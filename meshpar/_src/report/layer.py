@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product, takewhile
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from ..cost.schedule import schedules
 from ..plan.causes import name_of
 from ..plan.plan import Plan
 from ..plan.steps import Barrier, Body, Constant, Loop, Run, Shard, ShardingChange, Step
-from ..program.ir import Op, module_of_argument
+from ..program.ir import Op, path_in_model
 from .colours import AxisColours
 from .facts import kernels_of
 from .hints import attention_scores
@@ -30,7 +30,7 @@ LAYER = (
 MAX_STEPS = 400
 """Of a layer that is drawn."""
 Layer = tuple[Body, Sequence[Step], dict[Shard, str], Sequence[Shard]]
-"""(body, steps, the weights with the paths of their modules, inputs)."""
+"""(body, steps, the weights with their paths in the model, inputs)."""
 
 
 def layer_of(plan: Plan) -> Layer | str:
@@ -38,9 +38,9 @@ def layer_of(plan: Plan) -> Layer | str:
     has one activation as its input and one of the same shape as its output. Without one, the reason; "": no matmul."""
     for loop in plan.body.loops:
         if ((body := loop.body).trip_count or 1) > 1 and any(map(_is_matmul, body.with_calls)):
-            weights = {s: module_of_argument(s.value, loop.op.frames[-1]) for s in body.inputs[len(loop.inits) :]}
+            weights = {s: path_in_model(s.value, loop.op.frames[-1]) for s in body.inputs[len(loop.inits) :]}
             return body, body.with_calls, weights, [s for s in body.inputs if s not in weights]
-    weights = {s: module_of_argument(s.value, plan.program.root) for s in plan.body.inputs if s.value.kind == "params"}
+    weights = {s: path_in_model(s.value, plan.program.root) for s in plan.body.inputs if s.value.kind == "params"}
     steps = [*takewhile(lambda step: not step.op or step.op.derivative_pass != "backward", plan.body.with_calls)]
     numbered = re.compile(r"[^/]*/(?:.*?/)??[^/]*?\d+(?=/|$)")  # up to the first module after the root with a number
     matmuls = {k: numbered.match(step.op.module) for k, step in enumerate(steps) if step.op and _is_matmul(step)}
@@ -85,6 +85,13 @@ def _matmul_title(plan: Plan, step: Step) -> str:
     return f"{' '.join(contracted)} → {' '.join(added)}" if contracted and added else ""
 
 
+def _parts_of(weights: Mapping[Shard, str]) -> Callable[[str], str]:
+    """Path of a weight → the part of the model that it belongs to: its module or, where a dict has several matrices, as in plain
+    JAX, the weight itself."""
+    modules = Counter(path.rpartition("/")[0] for s, path in weights.items() if len(s.value.shape) > 1)
+    return lambda path: path if modules[path.rpartition("/")[0]] > 1 else path.rpartition("/")[0]
+
+
 def layer_picture(plan: Plan, colours: AxisColours) -> str:
     """The place in which a layer is drawn, or why none is; "" for a program without matmuls."""
     found = layer_of(plan)
@@ -102,7 +109,7 @@ def layer_picture(plan: Plan, colours: AxisColours) -> str:
     spans = [s for s in timeline_of(plan, part).spans if s.axes] if transfers else []
     exposed = {id(t.collective): span.exposed for t, span in zip(transfers, spans, strict=True)}
     numbers: dict[Shard, int] = {}
-    drawn = []
+    part_of, drawn = _parts_of(weights), []
     for step in (step for step in steps if not isinstance(step, Constant)):
         op, every = step.op, (*step.sends, *(c for inner in step.bodies for c in inner.sends))
         reads, makes = ([numbers.setdefault(s, len(numbers)) for s in of] for of in (step.reads, step.makes))
@@ -112,7 +119,14 @@ def layer_picture(plan: Plan, colours: AxisColours) -> str:
         ]
         row = {"reads": reads, "makes": makes, "sends": sends, "moves": isinstance(step, ShardingChange)}
         if op is not None and not isinstance(step, Barrier | ShardingChange):
-            row |= {"op": op.label, "path": op.module, "source": op.source, "seconds": seconds.pop(op, 0.0)}
+            read = (path_in_model(v, op.frame) for v in op.ins if v is not None and op.primitive.matmul)
+            own = next((path for path in read if path.rpartition("/")[0] == op.module), None)
+            row |= {
+                "op": op.label,
+                "path": op.module if own is None else part_of(own),
+                "source": op.source,
+                "seconds": seconds.pop(op, 0.0),
+            }
             row["title"] = _matmul_title(plan, step) or name_of(op).removeprefix("the ")
         drawn.append({**row, "matmul": _is_matmul(step)})
 
@@ -121,7 +135,7 @@ def layer_picture(plan: Plan, colours: AxisColours) -> str:
         return [(name, colours.first(axes), "+".join(axes)) for name, axes in zip(names, s.spec, strict=True)]
 
     data = {
-        "weights": [(numbers[s], path) for s, path in weights.items() if s in numbers],
+        "weights": [(numbers[s], part_of(path)) for s, path in weights.items() if s in numbers],
         "inputs": [numbers[s] for s in inputs if s in numbers],
         "dims": [dims(s) for s in numbers],
         "steps": drawn,

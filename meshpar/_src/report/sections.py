@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ..cost.flops import redundant_matmuls
 from ..dims import format_dims
+from ..hardware.options import flags_text
 from ..iterables import grouped_by
 from ..plan.plan import Overlap, Plan
 from ..program.ir import Op, Program, Value
@@ -144,7 +145,10 @@ def options(plan: Plan) -> Section:
         return Section(title)
     own = ", and the user's own" if of.given else ""
     lines = [
-        *(Line(group.name, group.why) for group in of.groups),
+        *(
+            Line(group.name, group.why, below=[flags_text({k: of.values[k] for k in group.values})])
+            for group in of.groups
+        ),
         *(Line("given", f"{k}={v}") for k, v in of.given),
         *(Line("left out", f"{group.name}: {reason}", "yellow") for group, reason in of.left_out),
     ]

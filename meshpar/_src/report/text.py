@@ -55,8 +55,13 @@ def plan_renderable(plan: Plan, brief: bool = False) -> Any:
     colours = AxisColours(plan.sizes)
     of = f" of {plan.topology}" * bool(plan.topology)
     devices = Text.assemble(f"{math.prod(plan.sizes.values())} devices{of} (", colours.sizes(plan.sizes).terminal, ")")
+    between, places = facts.crossing(plan)
+    if between:
+        devices.append("; ").append(colours.axes(between).terminal).append(f" connects the {places}, over DCN")
+    effects = [f"`{e.rule}`: {e.unused}" for e in facts.rule_effects(plan) if e.unused]
     layout, lowering = colours.layout(facts.layout_text(plan)), facts.lowering_text(plan)
-    named = {"plan": devices, "inputs": Text(facts.inputs_text(plan)), "layout": layout, "lowering": Text(lowering)}
+    named = {"plan": devices, "inputs": Text(facts.inputs_text(plan)), "layout": layout}
+    named |= {"no effect": colours.layout(". ".join(effects)), "lowering": Text(lowering)}
     head: list[Any] = [hanging([(Text(name, "bold"), text) for name, text in named.items() if text])]
     too_large, changes = list[Any](), remedies(plan).terminal()
     if facts.fits(plan) is False and plan.chip is not None:
@@ -129,6 +134,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         others = 0.0 if time is None else max(0.0, time.seconds - sum(map(cost, groups)))
         bar = _bar([*parts, ("░", others, "dim")])
         over = [Text.assemble(colours.axes(g.first.axes).terminal, f" {figures(g)}") for g in groups]
+        over += [Text(f"between {facts.crossing(plan)[1]} {format_bytes(plan.dcn_bytes)}")] * bool(plan.dcn_bytes)
         rows.append(("sends", format_bytes(plan.bytes_sent), bar, joined(*over)))
     effects = [e for e in facts.rule_effects(plan) if e.rule is not None and e.collectives.members]
     if effects:

@@ -234,10 +234,13 @@ class Search(Document):
         faster = f"{row.seconds / self.best.seconds:.3g} × as fast as {what}"
         return f"{faster}, {row.name} ({format_seconds(row.seconds)} on {row.mesh}{no_default})"
 
-    def _idle(self, rows: Iterable[Row]) -> str:
-        """The explanation of an axis called ``idle``, if some of these candidates have one, else ""."""
-        idle = any(re.match(r"idle\d*$", axis) for row in rows for axis in dict(parse_mesh(row.mesh)))
-        return "idle: an axis that shards nothing; the devices along it all compute the same" if idle else ""
+    def _axes(self, rows: Iterable[Row]) -> str:
+        """The explanation of axes called ``idle`` or ``model2``, if some of these candidates have one, else ""."""
+        axes = sorted({axis for row in rows for axis in dict(parse_mesh(row.mesh))})
+        second = next((axis for axis in axes if not axis.startswith("idle") and re.search(r"\d$", axis)), "")
+        idle = "idle: an axis that shards nothing; the devices along it all compute the same"
+        like = f"{second}: an axis like `{second.rstrip('0123456789')}`, so that a rule may take one of both, or both"
+        return "; ".join([idle] * any(axis.startswith("idle") for axis in axes) + [like] * bool(second))
 
     def _html(self) -> str:
         """The best candidate and how to use it, the plot of time against memory, and the candidates as a table."""
@@ -258,7 +261,7 @@ class Search(Document):
             f'<p class="verdict">{verdict}{takes_text(self.fits).capitalize()} about '
             f"<b>{format_seconds(best.seconds)}</b> (MFU {100 * best.mfu:.0f} %), with {of}.{speedup}</p>"
             f'<dl class="facts">{chosen}</dl>{self._picture.drawing(rows)}{key(legend)}'
-            f'{self._table(rows).html(sortable=True)}<p class="dim">{self._idle(rows)}</p>'
+            f'{self._table(rows).html(sortable=True)}<p class="dim">{self._axes(rows)}</p>'
             f'<p class="dim">{escape(". ".join(text[:1].upper() + text[1:] for text in about if text))}.</p>'
         )
 
@@ -308,11 +311,12 @@ class Search(Document):
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
         notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
-        alike = f"{len(self._alike)} more like ★" * bool(self._alike)
-        others = len(self.rows) - len(rows) - len(self._alike)
-        more = " and ".join(filter(None, [alike, f"{others} others" * bool(others)]))
-        hidden = f"{more}, which the page has (--html FILE)" * bool(more)
-        texts = [Text(text, "dim") for text in (hidden, self._star, self._idle(rows)) if text]
+        like = f", {len(self._alike)} of them as good as ★ but less simple" * bool(self._alike)
+        listed = (
+            f"{len(rows)} of the {len(self.points)} plans are listed; the page has {len(self.rows)}{like} (--html FILE)"
+        )
+        hidden = listed * (len(rows) < len(self.rows))
+        texts = [Text(text, "dim") for text in (hidden, self._star, self._axes(rows)) if text]
         return Group(*head, Text(), choice, *plot, Text(), self._table(rows).terminal(), *texts, *notes)
 
     @functools.cached_property

@@ -21,6 +21,7 @@ from ..compat.devices import is_compile_only, lowered_parts
 from ..compat.jax import without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
+from ..hardware.options import flags_text
 from ..hardware.topology import Places, chip_of, topology_devices, topology_of
 from ..iterables import grouped_by
 from ..layout import AnyMesh
@@ -310,8 +311,8 @@ def _notes(c: Compiled) -> list[tuple[str, str]]:
         notes.append((f"right after partitioning: {text}", "dim"))
     if c.plan is not None:
         notes += [(f"options left out ({group.name}): {reason}", "yellow") for group, reason in c.plan.options.left_out]
-        if c.plan.options.groups:
-            notes.append((f"compiler options: {', '.join(g.name for g in c.plan.options.groups)}", "dim"))
+        if values := c.plan.options.values:
+            notes.append((f"compiler options: {flags_text(values)}", "dim"))
         notes.append((calibration_text(c.plan), "dim"))
     if c.effort == "fast":
         notes.append((FAST, "dim"))

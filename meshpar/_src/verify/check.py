@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from rich.console import Group
 from rich.text import Text
@@ -39,7 +40,8 @@ from ..report.document import shown_text
 from ..report.tables import Wrapped, hanging
 from ..units import mesh_text
 from .localize import Localizer, Reference
-from .numbers import compiled, host, on_device, worst_of
+from .numbers import allowed, compiled, host, on_device, worst_of
+from .wide import narrowest
 
 Lowering = Literal["auto", "jit", "shard_map"]
 
@@ -58,6 +60,7 @@ class Row:
       leaves: number of leaves that were compared.
       explained: paths of the leaves that differ by more than the tolerance, but only by rounding.
       rounding: the largest difference of these leaves, relative to the leaf's largest value; ``rounding_path``: its leaf.
+      dtype: the least precise dtype in which the step computes; "": it computes with integers only.
       error: the error if the layout changes a result; None.
     """
 
@@ -71,6 +74,7 @@ class Row:
     error: CheckError | None = None
     rounding: float = 0.0
     rounding_path: str = ""
+    dtype: str = ""
 
     def cells(self) -> tuple[str, str, str, str, str]:
         """The mark, mesh, layout, lowering and difference of a line of the report, without the size of what rounding explains."""
@@ -125,7 +129,9 @@ class Report:
         table = [(_mark(f"{mark} {mesh}"), *(Text(of_run[k]) for k in columns)) for mark, mesh, *of_run in lines]
         errors, rounding = [str(r.error) for r in self.rows if r.error is not None], self._rounding()
         equal = f"{len(self.rows) - len(errors)} of {len(self.rows)} runs{of} equal to the unsharded one"
-        head = f"{'✓' if self.ok else '✗'} {equal}, to {self.tolerance:g} of each leaf's largest value"
+        narrow = {r.dtype for r in self.rows if r.error is None and r.dtype and r.difference > self.tolerance}
+        more = "".join(f" ({allowed(jnp.dtype(of), self.tolerance):.2g} in {of})" for of in sorted(narrow))
+        head = f"{'✓' if self.ok else '✗'} {equal}, to {self.tolerance:g}{more} of each leaf's largest value"
         notes = map(Text, [*rounding, *(f"skipped {mesh}: {reason}" for mesh, _, reason in self.skipped)])
         texts = _mark(head + " or, each op verified, up to rounding" * bool(rounding)), *notes
         first, *below = (Wrapped([text], hang=2) for text in texts)
@@ -139,8 +145,12 @@ class Report:
         paths = list(dict.fromkeys(path for r in rows for path in r.explained))
         more = len(paths) - MAX_ROUNDING_PATHS
         largest = max(rows, key=lambda r: r.rounding)
+        of = largest.dtype
+        digits = (
+            f": the step computes in {of}, which rounds by up to {jnp.finfo(of).eps / 2:.1e} of a value" if of else ""
+        )
         return [
-            "rounding: leaves that differ by more than the tolerance, though no op is wrong",
+            f"rounding, no error{digits}. Leaves that differ by more than the tolerance, though no op is wrong:",
             f"  {', '.join(paths[:MAX_ROUNDING_PATHS])}" + f" and {more} more" * (more > 0),
             "  Each op that these leaves depend on was run on one device with the operands of the sharded run: its result is "
             "the same, or has an error as small as the sharded run's, compared with a wider dtype.",
@@ -292,7 +302,7 @@ class _Case:
         explained: list[int] = []
         error = None
         if failed:
-            self.tell(f"tracing back {len(failed)} results that differ")
+            self.tell(f"verifying the ops of {len(failed)} results, which differ by more than float32 rounds")
             localizer = Localizer(plan, reference, self.tolerance)
             explained = [k for k in failed if localizer.explains(k, differences[k], outs[k])]
             failed = [k for k in failed if k not in explained]
@@ -307,7 +317,8 @@ class _Case:
         others = [k for k in range(len(paths)) if k not in explained]
         rounding_path, rounding = largest(explained)
         where, names = (mesh_text(plan.sizes), str(plan.layout), plan.lowering), tuple(paths[k] for k in explained)
-        return Row(*where, *largest(failed or others), len(paths), names, error, rounding, rounding_path)
+        dtype = str(narrowest(plan.program.traced.closed) or "")
+        return Row(*where, *largest(failed or others), len(paths), names, error, rounding, rounding_path, dtype)
 
     def unsharded(self, subject: Subject) -> Reference:
         """The run on one device, under ``jax.jit`` alone."""
