@@ -1,6 +1,7 @@
 """Eight CPU devices for every test, and the meshes that tests share."""
 
 import contextlib
+import gc
 import os
 
 os.environ.setdefault(
@@ -54,6 +55,14 @@ def x64():
     """A test in float64."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def few_objects():
+    """The garbage collector looks at objects of this test only: a full collection of all of them takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

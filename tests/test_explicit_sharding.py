@@ -1,6 +1,6 @@
 """JAX's explicit sharding around and inside of a step: meshes in context, arrays whose types have shardings, and what asks for one.
 
-The programs have the shape of those in JAX's guides: sharded computation, explicit sharding, ``shard_map``.
+The programs have the shape of those in JAX's guides: sharded computation, explicit sharding.
 """
 
 import contextlib
@@ -88,15 +88,6 @@ def test_a_step_on_another_mesh_inside_jit(emesh, lowering):
         jax.jit(jitted(matmul, "data=4", lowering, "batch: data"))(W, X)
 
 
-def test_a_mesh_that_differs_in_its_devices_only():
-    first, last = (mp.mesh("data=4", devices=jax.devices()[i : i + 4]) for i in (0, 4))
-    step = jitted(matmul, first, layout="batch: data")
-    with jax.set_mesh(last):
-        y = step(W, X)
-    close(y, PRODUCT)
-    assert y.sharding.device_set == set(jax.devices()[:4])
-
-
 @pytest.mark.parametrize(("where", "lowering"), [("no context", "jit"), ("set_mesh", "shard_map")])
 def test_results_are_arrays_of_the_users_mesh(emesh, lowering, where):
     step = jitted(matmul, emesh, lowering)
@@ -154,7 +145,6 @@ def test_training_on_an_explicit_mesh_does_not_copy_the_state(emesh, lowering):
 KEY = jax.random.key(0)
 CASES = {
     "einsum": (lambda w, x: jnp.einsum("be,em->bm", x, w, out_sharding=P(None, "model")), PRODUCT, P(None, "model")),
-    "matmul": (lambda w, x: jnp.matmul(x, w, out_sharding=P("model")), PRODUCT, P("model")),
     "reshard": (lambda w, x: reshard(x @ w, P(None, "model")), PRODUCT, P(None, "model")),
     "reshard, replicated": (lambda w, x: reshard(x @ w, P()), PRODUCT, P()),
     "reshard a tree": (lambda w, x: reshard({"y": x @ w}, {"y": P("model")})["y"], PRODUCT, P("model")),
@@ -169,7 +159,6 @@ CASES = {
         lambda w, x: jax.random.normal(KEY, (16, 8), out_sharding=P("model")) + 0 * (x @ w),
         jax.random.normal(KEY, (16, 8)), None,
     ),
-    "auto_axes": (lambda w, x: auto_axes(matmul, out_sharding=P("model"))(w, x), PRODUCT, P("model")),
     "auto_axes of one axis": (
         lambda w, x: auto_axes(matmul, axes="model", out_sharding=P("model"))(w, x), PRODUCT, P("model"),
     ),
@@ -197,11 +186,6 @@ CASES = {
         lambda w, x: jax.shard_map(
             lambda x, w: jax.lax.psum(x @ w, "model"), in_specs=(P("data", "model"), P("model")), out_specs=P("data")
         )(x, w), PRODUCT, P("data"),
-    ),
-    "ring of shard_map": (
-        lambda w, x: jax.shard_map(
-            lambda x: jax.lax.ppermute(x, "data", [(i, (i + 1) % 4) for i in range(4)]), in_specs=P("data"), out_specs=P("data")
-        )(x) @ w, np.roll(PRODUCT, 4, 0), None,
     ),
 }  # fmt: skip
 
@@ -243,7 +227,7 @@ def test_cotangents_of_a_constraint_have_none(emesh):
     assert [c.op for c in plan.collectives].count("reduce-scatter") == 1
 
 
-# -- programs of the shape of JAX's guides: a loss of an MLP, once for each way to say its shardings, and its plain form
+# -- programs of the shape of JAX's guides: a loss of an MLP with its shardings, and its plain form
 
 LAYERS = {
     name: np.random.default_rng(i).normal(size=shape).astype(np.float32) / 8
@@ -266,37 +250,8 @@ def typed_loss(p, x):
     return (x**2).mean()
 
 
-def data_parallel_loss(p, x):
-    """`shard_map` of the loss over the batch."""
-    local = jax.shard_map(
-        lambda p, x: jax.lax.pmean(plain_loss(p, x), "data"),
-        in_specs=(P(), P("data")),
-        out_specs=P(),
-        axis_names={"data"},
-    )
-    return local(p, x)
-
-
-def fsdp_loss(p, x):
-    """`shard_map` with weights sharded over `data`, all-gathered for one layer at a time."""
-
-    def local(p, x):
-        def layer(x, w):
-            up, down = (jax.lax.all_gather(v, "data", axis=0, tiled=True) for v in w)
-            return x + jax.nn.relu(x @ up) @ down, None
-
-        x, _ = jax.lax.scan(jax.checkpoint(layer), x, (p["up"], p["down"]))
-        return jax.lax.pmean((x**2).mean(), "data")
-
-    weights = {"up": P(None, "data"), "down": P(None, "data")}
-    return jax.shard_map(local, in_specs=(weights, P("data")), out_specs=P(), check_vma=False)(p, x)
-
-
-GUIDES = [typed_loss, data_parallel_loss, fsdp_loss]
-
-
-@pytest.mark.parametrize(("loss", "lowering"), covering.each(GUIDES, LOWERINGS))
-def test_training_steps_as_in_the_guides_of_jax(emesh, lowering, loss):
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_training_steps_as_in_the_guides_of_jax(emesh, lowering):
     def train(loss):
         def step(p, x):
             value, gradients = jax.value_and_grad(loss)(p, x)
@@ -305,7 +260,7 @@ def test_training_steps_as_in_the_guides_of_jax(emesh, lowering, loss):
         return step
 
     dims = {"p/up": "layer embed mlp", "p/down": "layer mlp embed", "x": "batch embed"}
-    step = jitted(train(loss), emesh, lowering, f"{LAYOUT}; embed: data", dims)
+    step = jitted(train(typed_loss), emesh, lowering, f"{LAYOUT}; embed: data", dims)
     want = train(plain_loss)(train(plain_loss)(LAYERS, X)[0], X)
     with jax.set_mesh(emesh):
         p = step.put(p=LAYERS)
@@ -325,14 +280,6 @@ def test_explicit_code_on_a_mesh_with_auto_axes(mesh):
     assert y.sharding.spec == spec
     assert y.sharding.mesh.axis_types == (AxisType.Auto,) * 2
     assert mp.check(fn, W, X, mesh="data=4, model=2", layout=[LAYOUT], dims=DIMS).ok
-
-
-@pytest.mark.parametrize("name", ["reshard", "get"])
-def test_op_by_op(emesh, name):
-    fn, want, _ = CASES[name]
-    for op_by_op in (jax.disable_jit(), jax.debug_nans(True)):
-        with op_by_op:
-            close(jitted(fn, emesh)(jnp.asarray(W), jnp.asarray(X)), want)
 
 
 def test_a_function_is_traced_apart_for_a_step_and_for_jax(emesh):

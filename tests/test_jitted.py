@@ -5,7 +5,6 @@ import copy
 import gc
 import weakref
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import covering
 import jax
@@ -36,44 +35,6 @@ def step(fn, lowering, **options):
 class Config:
     rate: float
     name: str = "sgd"
-
-
-class Pair(NamedTuple):
-    a: float
-    b: float
-
-
-VALUES = [1, 1.0, True, (1, 2), (1.0, 2), (True, 2), Pair(1, 2), Pair(1, 2.0), frozenset({1}), frozenset({1.0})]
-VALUES += [Config(1), Config(1.0), (Config(1), 1), (Config(True), 1), np.float32(1), np.int8(1)]
-
-
-def first_number(v):
-    while not isinstance(v, int | float | np.generic):
-        v = v.rate if isinstance(v, Config) else next(iter(v))
-    return v
-
-
-def test_static_values_that_are_equal_but_of_other_types_have_programs_of_their_own():
-    run = step(lambda x, s: x.astype(int) * first_number(s), "shard_map", static_argnames="s")
-    alone = [jax.jit(lambda x, v=value: x.astype(int) * first_number(v))(x()) for value in VALUES]
-    for call in (lambda value: run(x(), value), lambda value: run(x(), s=value)):
-        for value, want in zip(VALUES, alone, strict=True):
-            got = call(value)
-            assert got.dtype == want.dtype, value
-            np.testing.assert_array_equal(got, want)
-
-
-def test_static_keywords_in_any_order_share_a_program():
-    traces = []
-
-    def fn(x, *, a, b):
-        traces.append((a, b))
-        return x * a + b
-
-    run = step(fn, "shard_map", static_argnames=("a", "b"))
-    first = run(x(), a=2, b=3)
-    np.testing.assert_array_equal(run(x(), b=3, a=2), first)
-    assert traces == [(2, 3)]
 
 
 class Node:
@@ -108,12 +69,6 @@ def test_names_of_static_and_donated_arguments_may_go_into_kwargs():
     np.testing.assert_array_equal(wrapped(x(), by=2), x() * 2)
 
 
-def test_a_negative_static_position_counts_from_the_end_of_the_positional_arguments():
-    run = step(lambda x, *rest: x * rest[-1], "shard_map", static_argnums=-1)
-    np.testing.assert_array_equal(run(x(), 3), x() * 3)
-    np.testing.assert_array_equal(run(x(), 2.0, 4), x() * 4)
-
-
 def test_static_and_donated_arguments_that_are_refused():
     for how in ({"static_argnums": 0, "donate_argnames": "x"}, {"static_argnames": "x", "donate_argnums": (0,)}):
         with pytest.raises(ValueError, match="intersect"):
@@ -123,47 +78,6 @@ def test_static_and_donated_arguments_that_are_refused():
 
 
 # -- the context of a call
-
-
-@contextlib.contextmanager
-def seed_offset(value):
-    jax.config.update("jax_random_seed_offset", value)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_random_seed_offset", 0)
-
-
-SETTINGS = {
-    "x64": (lambda: jax.enable_x64(True), lambda x: x.sum() + jnp.arange(3).sum()),
-    "precision": (lambda: jax.default_matmul_precision("highest"), lambda x: x @ x.T),
-    "threefry": (lambda: jax.threefry_partitionable(False), lambda x: x + jax.random.normal(jax.random.key(0), (8, 4))),
-    "seed": (lambda: seed_offset(7), lambda x: x + jax.random.normal(jax.random.key(0), (8, 4))),
-    "rank": (lambda: jax.numpy_rank_promotion("raise"), lambda x: x + jnp.ones(4)),
-    "dtypes": (lambda: jax.numpy_dtype_promotion("strict"), lambda x: x + jnp.ones((8, 4), jnp.int8)),
-}
-
-
-def outcome(run, *args):
-    """(dtype, weak type, numbers) of a result, with the precision in which its program multiplies; or the error's type."""
-    try:
-        out = run(*args)
-    except (TypeError, ValueError) as e:
-        return type(e).__name__
-    return str(out.dtype), out.weak_type, "HIGHEST" in run.lower(*args).as_text(), np.asarray(out).round(4).tolist()
-
-
-@pytest.mark.parametrize(("setting", "lowering"), covering.each(SETTINGS, ["jit", "shard_map"]))
-def test_a_setting_of_jax_is_part_of_the_key(lowering, setting):
-    context, fn = SETTINGS[setting]
-    ours, theirs = step(fn, lowering), jax.jit(fn)
-    plain = outcome(theirs, x())
-    for _ in range(2):
-        assert outcome(ours, x()) == plain
-        with context():
-            changed = outcome(theirs, x())
-            assert changed != plain
-            assert outcome(ours, x()) == changed
 
 
 @LOWERINGS
@@ -382,16 +296,6 @@ def test_a_called_function_can_be_copied(lowering):
 
 
 @LOWERINGS
-def test_no_tracer_of_a_loop_or_branch_leaks(lowering):
-    def fn(x):
-        x, ys = lax.scan(lambda c, y: (c + y, (c @ c.T).sum()), x, x[:, None] * jnp.ones((8, 4)))
-        return lax.cond(ys.sum() > 0, lambda x: x.T @ x, lambda x: x.T @ (2 * x), x)
-
-    with jax.checking_leaks():
-        np.testing.assert_allclose(step(fn, lowering)(x() / 32), fn(x() / 32), rtol=1e-5)
-
-
-@LOWERINGS
 def test_mutable_arrays_inside_a_step(lowering):
     def fn(x):
         r = jax.new_ref(x)
@@ -428,31 +332,7 @@ def test_ordered_effects_are_refused_with_the_line(lowering):
     np.testing.assert_array_equal(one(x()), x())
 
 
-@LOWERINGS
-def test_debug_nans_of_a_function_without_arguments(lowering):
-    run = mp.jit(lambda: jnp.log(jnp.arange(8.0) - 1), mesh="data=4, model=2", layout="", lowering=lowering)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
-        run()
-
-
 # -- donation
-
-
-@LOWERINGS
-def test_donated_arrays_are_deleted_as_by_jax(lowering):
-    """A donated argument that is used is deleted wherever it was; one that is not used stays."""
-    ours = step(lambda x, y: y * 2, lowering, donate_argnums=(0, 1))
-    theirs = jax.jit(lambda x, y: y * 2, donate_argnums=(0, 1))
-    in_place = ours.shardings(x(), x())[0]
-    for where in (None, jax.devices()[0], jax.devices()[5], in_place):
-        deleted = []
-        for run in (theirs, ours):
-            a, b = (x() + 1 if where is None else jax.device_put(x() + 1, where) for _ in range(2))
-            np.testing.assert_array_equal(run(a, b), 2 * x() + 2)
-            deleted.append((a.is_deleted(), b.is_deleted()))
-        assert deleted == [(False, True)] * 2, where
-    gradient = jax.grad(lambda a, b: ours(a, b).sum(), (0, 1))(x(), x())
-    np.testing.assert_array_equal(gradient, [0 * x(), 0 * x() + 2])
 
 
 @LOWERINGS
@@ -471,17 +351,6 @@ def test_unused_arguments_of_any_kind_are_left_out(lowering):
 
 
 # -- names, attributes, types of results
-
-
-def test_attributes_of_the_function_are_those_of_its_jit():
-    def fn(x):
-        return x
-
-    fn.custom, fn.plan, fn.mesh = "mine", "mine too", "and this"
-    run = step(fn, "shard_map")
-    assert (run.custom, jax.jit(fn).custom) == ("mine", "mine")
-    assert callable(run.plan)
-    assert run.mesh.size == 8
 
 
 def test_eval_shape_has_weak_types():

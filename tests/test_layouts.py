@@ -51,27 +51,6 @@ def test_each_plans_a_model_that_lacks_some_of_its_dims(name, heads):
     assert plan.inputs[-1].spec[0] is not None, "the batch is split"
 
 
-def test_an_optional_dim_that_is_absent_is_none_that_is_somewhat_alike():
-    """A latent attention has no `heads`, but a `head_dim`."""
-    how = {"dims": {"w": "batch kv_heads head_dim"}, "mesh": "data=2, model=4", "layout": mp.layouts.megatron()}
-    assert mp.plan(lambda w: w * 2, shape(8, 8, 8), **how).inputs[0].spec == jax.P("data", "model")
-
-
-def test_an_optional_dim_of_an_argument_that_does_not_divide_is_noted():
-    def f(x, k, v):
-        return jnp.einsum("be,ehd->bhd", x, k) + jnp.einsum("be,ehd->bhd", x, v)
-
-    x, w = shape(8, 16), shape(16, 2, 8)
-    dims = {"x": "batch embed", "k": "embed kv_heads head_dim", "v": "embed kv_heads head_dim"}
-
-    def notes(model):
-        mesh = f"data=2, model={model}"
-        return " ".join(mp.plan(f, x, w, w, mesh=mesh, layout="batch: data; kv_heads?: model", dims=dims).notes)
-
-    assert "`kv_heads?: model` does not divide `kv_heads` of 2, which is left unsharded in k and 1 more" in notes(4)
-    assert "kv_heads" not in notes(2)
-
-
 @pytest.mark.parametrize("name", ["expert", "experts"])
 def test_experts_are_split_by_either_name(name):
     how = {"layout": mp.layouts.expert_parallel(), "dims": {"x": "batch embed", "w": f"{name} embed mlp"}}
@@ -202,51 +181,6 @@ def test_the_template_has_the_batch_and_the_weights_but_not_their_optimizer_stat
     assert "more\n" not in text.partition("and 19 more")[2]
 
 
-def test_a_template_has_one_pattern_for_equal_arrays_only():
-    """`fc1` and `fc2` are two names, and so are layers of other shapes: no filling would be right for both."""
-    layer = {"fc1": jnp.ones((8, 32)), "fc2": jnp.ones((32, 8))}
-    params = {"layers_0": layer, "layers_1": layer, "out": {"0": jnp.ones((8, 4)), "1": jnp.ones((4, 8))}}
-    with pytest.warns(ReplicatedWarning) as said:
-        mp.init(lambda: params, mesh="data=4", layout="mlp: data")()
-    lines = str(said[0].message).partition("dims={\n")[2].splitlines()
-    assert [line.partition(",")[0].strip() for line in lines[:-1]] == [
-        '"*/layers_*/fc1": "_ _"',
-        '"*/layers_*/fc2": "_ _"',
-        '"*/out/0": "_ _"',
-        '"*/out/1": "_ _"',
-    ]
-
-
-def test_errors_of_patterns_are_about_parameters_and_name_the_arguments():
-    params = {f"layer{i}": {"kernel": jnp.ones((8, 8))} for i in range(12)}
-    state = {"opt": optax.adam(1e-3).init(params), "params": params}
-
-    def plan(dims):
-        mp.plan(lambda state, batch: batch * 2, state, jnp.ones((4, 8)), mesh="data=4", layout="batch: data", dims=dims)
-
-    with pytest.raises(mp.errors.PatternError, match="paths begin with batch, state") as e:
-        plan({"x": "batch seq"})
-    assert "opt" not in str(e.value)
-    with pytest.raises(mp.errors.RankError, match=r"state/params/layer0/kernel has 2"):
-        plan({"*/kernel": "embed"})
-
-
-def test_arguments_without_names_are_listed_for_a_dim_that_no_value_has():
-    params = {"params": {"w": jnp.ones((8, 8))}}
-
-    def plan(dims):
-        mp.plan(lambda state, batch: batch["x"] @ state["params"]["w"], params, {"x": jnp.ones((4, 8))}, mesh="data=4",
-                layout="batch: data; mlp: data", dims=dims)  # fmt: skip
-
-    template = r'(?s)have no names: name their dims.*"batch/x": "batch _",  # \[4, 8\]'
-    with pytest.raises(mp.errors.UnknownDimError, match=template):
-        plan({"*/w": "_ mlp"})
-    with pytest.raises(mp.errors.UnknownDimError) as e:  # a misspelled name
-        plan({"*/w": "_ mlp", "*/x": "bacth _"})
-    assert "did you mean `bacth`" in str(e.value)
-    assert "have no names" not in str(e.value)
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -290,23 +224,3 @@ def test_the_scheme_of_a_layout():
     assert mp.Layout("batch: data").scheme == (mp.layouts.fsdp() | "batch: data").scheme == ""
     assert mp.Layout("batch: data; mlp: model", scheme="mine").scheme == "mine"
     assert mp.Layout("fsdp") == mp.Layout(str(mp.Layout("fsdp")))  # equal by rules, whatever they are called
-
-
-def test_init_of_weights_whose_names_no_rule_has_warns():
-    """Names that a library chose for the axes of its own mesh; a template has them."""
-    create = lambda: ({"up": jnp.ones((16, 32))}, jnp.ones(4))  # noqa: E731
-    options = {"mesh": "data=4", "dims": {"*/up": "fsdp tp"}}
-    with pytest.warns(ReplicatedWarning, match=r'no names that the layout has a rule for(.|\n)*"\*/up": "fsdp tp",'):
-        mp.init(create, layout="batch: data; embed: data", **options)()
-    mp.init(create, layout="batch: data; fsdp: data", **options)()
-
-
-def test_the_fix_for_a_scheme_whose_dims_have_other_names_is_a_layout():
-    def spec(layout):
-        x, w = shape(8, 16), shape(16, 32)
-        dims = {"w": "fsdp tp", "x": "batch fsdp"}
-        return mp.plan(lambda w, x: x @ w, w, x, mesh="data=4", layout=layout, dims=dims).inputs[0].spec
-
-    with pytest.warns(ReplicatedWarning, match=r'add a rule for one: mp.Layout\("fsdp"\) \| "fsdp: data"'):
-        spec("fsdp")
-    assert spec(mp.Layout("fsdp") | "fsdp: data") == jax.P("data")

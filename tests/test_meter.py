@@ -103,19 +103,6 @@ def test_lines_of_text(clock, capsys):
     assert "sent" not in line  # the same for every step
 
 
-def test_columns_of_lines_stay_in_place_and_have_the_share_of_the_memory(clock, monkeypatch):
-    stats = {"peak_bytes_in_use": 12 * 2**30, "bytes_limit": 16 * 2**30}
-    monkeypatch.setattr(module.jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
-    stream, lines = io.StringIO(), []
-    for tokens, loss in ((1000, 0.5), (10_000_000, 12345.678)):
-        meter = mp.log.Meter(plan_of(topology="v5e:2x4"), tokens=tokens, every=1, writers=[stream])
-        values = [meter.step({"loss": jnp.float32(loss)}) for _ in range(3)][-1]
-        assert values["peak_memory_share"] == 0.75
-        lines = stream.getvalue().splitlines()
-        assert lines[-1].endswith("   peak memory  12.00 GiB ( 75%)")
-    assert len({line.index(" a step") for line in lines}) == len({line.index("MFU") for line in lines}) == 1
-
-
 def test_writers_of_libraries(clock):
     of_board, of_clu = [], []
     board = SimpleNamespace(add_scalar=lambda name, value, step: of_board.append((name, value, step)))

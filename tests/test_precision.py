@@ -60,7 +60,6 @@ DTYPES = [
     ("bfloat16", None, "bfloat16"),
     ("bfloat16", "float32", "float32"),
     ("float32", "float16", "float16"),
-    ("float32", "bfloat16", "bfloat16"),
     ("float32", None, "float32"),
 ]
 
@@ -131,13 +130,9 @@ def test_weights_by_keyword_and_from_the_end():
 
 SCALED = {"params/w": "embed mlp", "params/v": "mlp embed", "x": "batch embed"}
 LAYOUTS = {
-    "batch: data": 2,
     "batch: data; embed: data": 2,
-    "mlp: data": 1,
     "embed: data": 1,
-    "batch: data; mlp: model": 2,
     "batch: data; mlp: model; embed: data": 2,
-    "batch: data+model; embed: data+model": 4,
     "batch: model; embed: model; mlp: data": 2,
 }
 """Layout → shards of the batch: ``shard_map`` rounds partial gradients to bfloat16 on each device."""
@@ -219,12 +214,6 @@ def test_weights_that_are_kept_are_gathered_in_bfloat16(keep):
     how = {"layout": "batch: data; embed: data", "dims": {"*/w": "embed mlp", "*/v": "mlp embed", "x": "batch embed"}}
     plan = mp.plan(jax.grad(policy(loss)), params, x, mesh="data=4", **how)
     assert [str(c.dtype) for c in plan.collectives if c.op == "all-gather"] == ["float8_e4m3fn", "uint8", "bfloat16"]
-
-
-def test_a_largest_magnitude_over_a_sharded_dim_is_all_reduced():
-    reduced = [c for c in planned(mp.train.Precision("float8")).collectives if c.shape == ()]
-    # of x, w, the hidden layer, v, and of the gradients of both results
-    assert [(c.op, c.bytes) for c in reduced] == [("all-reduce", 2 * 4 * 3 / 4)] * 6
 
 
 def test_rates_and_notes_by_chip():

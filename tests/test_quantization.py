@@ -156,13 +156,6 @@ def test_rows_of_an_embedding_are_read_without_the_others():
     assert max(v.aval.size for e in jaxpr.eqns for v in e.outvars) < table.size
 
 
-def test_blocks_with_infinities_are_nan_and_zeros_stay_zeros():
-    x = jnp.zeros((4, 3)).at[0, 1].set(jnp.inf).at[2, 2].set(3.0)
-    y = np.asarray(mp.layers.quantize({"w": x}, contract={"w": 0})["w"])
-    assert np.isnan(y[:, 1]).all()
-    np.testing.assert_array_equal(y[:, [0, 2]], x[:, jnp.array([0, 2])])
-
-
 @pytest.mark.parametrize(
     ("kw", "words"),
     [
@@ -186,12 +179,3 @@ def test_codes_are_not_quantized_again(dtype, pattern):
     once = mp.layers.quantize({"w": jnp.ones((8, 4))}, dtype, contract={"w": 0})
     with pytest.raises(mp.errors.UnsupportedError, match=rf"w\.codes is {dtype}, and .* of 16 bits or more"):
         mp.layers.quantize(once, dtype, contract={pattern: 0})
-
-
-def test_an_operator_with_a_numpy_array_at_its_left():
-    """NumPy leaves the operator to the weight, also while JAX traces it."""
-    name, x = next(iter(weights().items()))
-    w = mp.layers.quantize(weights(), "int8", contract=CONTRACT, dims=DIMS)[name]
-    for product in (jax.jit(lambda w: np.float32(2) * w), lambda w: np.full(x.shape, 2, np.float32) * w):
-        assert isinstance(product(w), jax.Array)
-        np.testing.assert_allclose(product(w), 2 * np.asarray(w.dequantize()), rtol=1e-6)

@@ -1,6 +1,5 @@
 """The line of the command while it imports JAX: at once, in a terminal only."""
 
-import io
 import os
 import subprocess
 import sys
@@ -11,11 +10,6 @@ import pytest
 from meshpar._src.entry import starting
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals")
@@ -36,27 +30,3 @@ def test_it_is_shown_before_anything_is_imported():
     }
     assert "os" in imported
     assert "jax" not in imported
-
-
-@pytest.mark.parametrize(
-    ("argv", "original", "shown"),
-    [
-        (["/usr/bin/meshpar", "plan"], ["python", "/usr/bin/meshpar", "plan"], True),
-        (["C:\\Scripts\\meshpar.exe".replace("\\", os.sep), "plan"], [], True),
-        (["-m", "plan"], ["python", "-m", "meshpar", "plan"], True),
-        (["/lib/meshpar/__main__.py", "plan"], ["python", "-mmeshpar", "plan"], True),
-        (["/usr/bin/meshpar"], ["python", "/usr/bin/meshpar"], False),  # its help is shown
-        (["train.py", "plan"], ["python", "train.py", "plan"], False),
-        (["-m", "tests"], ["python", "-m", "pytest", "tests"], False),
-        ([], [], False),
-    ],
-)
-def test_it_is_the_line_of_the_command_in_a_terminal(monkeypatch, argv, original, shown):
-    monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr(sys, "orig_argv", original)
-    for stream in (Terminal(), io.StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        starting.show()
-        assert stream.getvalue() == (starting.TEXT + "\r") * (shown and stream.isatty())
-        starting.clear()
-        assert stream.getvalue().split("\r")[1:] == [" " * len(starting.TEXT), ""] * (shown and stream.isatty())

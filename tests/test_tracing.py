@@ -134,16 +134,6 @@ def test_names_from_computations_that_nothing_reads_are_inferred():
     np.testing.assert_array_equal(run(jnp.ones((8, 16)), jnp.ones((16, 32))), 2.0)
 
 
-def test_some_dims_are_named_from_computations_that_nothing_reads():
-    def step(x):
-        y = jnp.full((8, 16), 3.0)
-        x + y
-        return y * 2
-
-    run = mp.jit(step, mesh="data=8", layout="batch: data", dims={"x": "batch _"})
-    assert run(jnp.ones((8, 16))).sharding.spec == jax.sharding.PartitionSpec("data")
-
-
 def tree_of(**leaves):
     return {"model": leaves}
 
@@ -170,18 +160,3 @@ def test_a_leaf_whose_value_the_step_needs_is_named(name):
         step(model, jnp.ones((8, 4)))
     assert fix in str(e.value)
     assert "test_tracing.py" in str(e.value)
-
-
-def test_names_that_a_wrapper_hides():
-    from jax.experimental import checkify
-
-    options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch _"}}
-    with pytest.raises(mp.errors.PatternError) as e:
-        mp.jit(checkify.checkify(lambda x: x * 2), **options)(jnp.ones((8, 4)))
-    assert "takes `*args`" in str(e.value)
-    assert "name the first argument `args/0`" in str(e.value)
-    with pytest.raises(mp.errors.PatternError) as e:  # a tuple is not `*args`
-        mp.jit(lambda y: y[0] * 2, **options)((jnp.ones((8, 4)),))
-    assert "takes `*" not in str(e.value)
-    with pytest.raises(mp.errors.PatternError, match="x is a list of numbers"):
-        mp.jit(lambda x: x[0] * 2, **options)([1.0, 2.0])

@@ -1,13 +1,9 @@
 """`benchmarks/device.py` over a stub of a device: wrong, crashing and hanging tasks, resuming, the budget, and the report."""
 
-import itertools
-import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import device
 import pytest
-import tasks
 
 from meshpar_kernels import tuning
 
@@ -80,48 +76,8 @@ def test_configurations_are_tuned_separately(command, tmp_path):
     assert entry == tuning.Entry(tuning.Config((128, 64, 128)), 1e-3, 2e-3, "0.11")
 
 
-def test_the_budget_ends_it_and_it_can_be_resumed(command, tmp_path, monkeypatch):
-    """By a clock that each outcome advances by ten seconds."""
-    clock = [0.0]
-    write = device.Runner.write
-
-    def advancing(self, outcome):
-        write(self, outcome)
-        clock[0] += 10
-
-    for module in (device, tasks):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(device.Runner, "write", advancing)
-    only = "forward/g64/random"
-    _, first, _ = command("--only", only, "--budget", "55")
-    done = statuses(first, "time/")
-    everything = [t.id for t in device.timings("gpu") if only in t.id]
-    assert len(done) == 4 < len(everything)  # after the machine and the names of the values
-    record = tmp_path / "out" / "results.jsonl"
-    with record.open("a") as file:  # as a command that was killed in the middle of a line leaves it
-        file.write('{"id": "time/forward/g64/ran')
-    _, second, log = command("--only", only, "--resume", str(record), out="next")
-    assert len(statuses(second, "time/")) == len(everything)
-    assert len([line for line in log if line.startswith("time ")]) == len(everything) - len(done)
-
-
 def test_without_an_accelerator_it_says_so(command, capsys, monkeypatch):
     monkeypatch.setenv("DEVICE_STUB_PLATFORM", "cpu")
     status, _, _ = command()
     assert status == 2
     assert "There is no GPU and no TPU" in capsys.readouterr().out
-
-
-def test_every_timing_is_of_a_case_that_exists():
-    """The list needs no device; ids are unique, random loads come before even ones, and each library's tasks follow each other."""
-    tasks = list(device.timings("gpu"))
-    assert len({t.id for t in tasks}) == len(tasks)
-    groups = [(t.request["load"], t.group) for t in tasks]
-    changes = sum(a != b for a, b in itertools.pairwise(groups))
-    assert changes == len(set(groups)) - 1
-    jax_tasks = [t for t in tasks if t.group == "jax" and "," not in t.request["name"]]
-    first = {t.id.rsplit("/", 1)[0]: t for t in reversed(jax_tasks)}
-    assert {t.request["name"] for t in first.values()} == {"meshpar"}
-    loads = [t.request["load"] for t in tasks if "," not in t.request["name"]]
-    assert loads == sorted(loads, reverse=True)
-    assert json.dumps(dict(tasks[0].request))

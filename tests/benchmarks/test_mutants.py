@@ -121,44 +121,10 @@ def test_mutants_that_tests_find_and_others(two_mutants, root, monkeypatch, caps
     failed = {line["key"][2]: line["failed"] for line in logged}
     assert failed.pop("True -> False") is None
     assert failed.popitem()[1] in ("tests/test_small.py::test_inner", "tests/test_small.py::test_clipped")
-    run(monkeypatch, "--log", log)
-    assert len(log.read_text().splitlines()) == 2  # none ran once more
-    assert capsys.readouterr().out.splitlines()[-1] == lines[-1]
-
-
-def test_tests_that_execute_the_edited_lines_are_selected(two_mutants, root):
-    recorded = mutants.Recorded(root / "recorded")
-    inner, clipped = (f"tests/test_small.py::test_{name}" for name in ("inner", "clipped"))
-    other = "tests/other/test_more.py::test_refused"
-    assert recorded.tests["tests/other/test_more.py::test_process"]["processes"]
-    assert not recorded.tests[inner]["processes"]
-    all_edits = [e for e in mutants_of(root) if e.statement]
-    result, condition = (next(e for e in all_edits if change in e.change) for change in ("x + 1", "x is None"))
-    assert recorded.executing(result) == {inner, clipped}
-    assert recorded.executing(condition) == {inner, clipped, other}
-    tests, _ = recorded.selected(condition, 60)
-    assert set(tests[:2]) == {inner, clipped}
-    assert tests[2:] == [other]
-    assert recorded.selected(condition, 0) == ([], 0)
-    module = next(e for e in mutants_of(root) if not e.statement)
-    assert set(recorded.selected(module, 60)[0]) == {inner, clipped, other}
-    processes = recorded.tests[clipped] | {"processes": True}
-    recorded.tests["tests/test_small.py::test_process"] = processes  # mirrored: it runs whatever it executes
-    assert "tests/test_small.py::test_process" in recorded.selected(result, 60)[0]
-
-
-def mutants_of(root):
-    """Every edit, in order of lines."""
-    return sorted(EDITS(root / "meshpar/small.py"), key=lambda e: e.line)
-
-
-EDITS = mutants.edits
-
-
-def test_equivalent_mutants_are_not_counted(two_mutants, monkeypatch, capsys):
     listed = [dict(zip(("file", "line", "change"), e.key, strict=True)) for e in two_mutants if e.new == NOT_FOUND]
     mutants.EQUIVALENT.write_text(json.dumps(listed))
-    run(monkeypatch)
+    run(monkeypatch, "--log", log)
+    assert len(log.read_text().splitlines()) == 2  # none ran once more
     assert capsys.readouterr().out.splitlines()[-1] == "1 of 1 mutants found (100%), seed 0"
 
 

@@ -9,14 +9,9 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.plan.collectives import Collective
-from meshpar._src.verify.aot import Memory
 from meshpar._src.verify.hlo import HloCollective
 from plan_vs_compiler import (
-    Difference,
-    by_kind,
-    comparison,
     differences,
-    kernel_seconds,
     planned_sends,
     rank_correlation,
     ranks,
@@ -55,22 +50,6 @@ def test_other_axes_sizes_and_counts_differ(members, size, count):
     assert not any(d.merged for d in got)
 
 
-def test_a_difference_says_what_is_sent_more():
-    (d,) = differences(planned(), [found("all-reduce", (0, 1, 2, 3), SUM, 3)])
-    assert d == Difference("all-reduce", ("model",), SUM, 1, 3)
-    assert d.total_bytes == 2 * SUM
-    assert str(d) == "all-reduce over model of 1536 bytes: 1 planned, 3 compiled"
-    assert by_kind([d, d]) == {"all-reduce": (2, 6, 4 * SUM)}
-
-
-def test_what_a_loop_of_unknown_length_has_more_of_are_further_rounds():
-    once, again = (found("all-reduce", (0, 1, 2, 3), SUM, n) for n in (1, None))
-    (d,) = differences(planned(), [once, again])
-    assert (d.planned, d.compiled, d.further) == (0, 1, True)
-    (d,) = differences(planned(), [once, found("all-reduce", (0, 1, 2, 3), SUM / 2, None)])
-    assert not d.further
-
-
 def volumes_of(volume, sizes):
     """Bytes that a device sends in each stage of a reduce-scatter: each has what the ones before it left."""
     sent = []
@@ -98,20 +77,6 @@ def test_a_staged_reduce_scatter_is_one_for_each_torus_dimension():
     assert sent["collective-permute", (), 512.0, False] == 6
     assert sent["all-gather", (), round(sum(expected), 1), False] == 1  # over a part of the axis
     assert all(axes == () for _, axes, _, _ in sent)
-
-
-def test_figures_need_a_plan():
-    memory = Memory(1, 0, 0, 0, 1, 0)
-    by_hand = mp.types.Compiled("step", "v5e:4x4", "fast", memory, None, None, None, 0.0, False, None)
-    with pytest.raises(ValueError, match="step was compiled without a plan"):
-        comparison(by_hand)
-
-
-def test_seconds_of_kernels_leave_communication_out():
-    plan = planned()
-    assert plan.time is not None
-    assert kernel_seconds(plan) == pytest.approx(sum(o.seconds for o in plan.time.ops))
-    assert kernel_seconds(planned(topology=None)) is None
 
 
 def test_rank_correlation_by_hand():

@@ -25,7 +25,6 @@ PLAN = {
     [
         ({}, []),
         ({"seconds": 0.5 * (1 + 1e-12)}, []),
-        ({"seconds": 0.51}, [("seconds", "0.5", "0.51", "+2.000%")]),
         ({"seconds": None}, [("seconds", "0.5", "", "")]),
         ({"peak": 999}, [("peak", "1000", "999", "-0.100%")]),
         ({"lowering": "jit"}, [("lowering", "shard_map", "jit", "")]),
@@ -43,18 +42,6 @@ def test_every_figure_that_differs_is_a_difference(change, expected):
     old = {"a": PLAN, "b": PLAN}
     found = plans.differences(old, {"a": PLAN, "b": {**PLAN, **change}})
     assert [d.cells() for d in found] == [("b", *cells) for cells in expected]
-
-
-def test_a_plan_that_fails_in_one_version_differs_in_all_figures():
-    found = plans.differences({"a": PLAN}, {"a": {"error": "no room"}})
-    assert {(d.figure, d.new) for d in found} == {(f, None) for f in plans.flat(PLAN)} | {("error", "no room")}
-
-
-def test_a_program_of_one_version_is_a_difference():
-    assert plans.differences({"a": PLAN, "b": PLAN}, {"b": PLAN, "c": PLAN}) == [
-        ("a", "program", "planned", None),
-        ("c", "program", None, "planned"),
-    ]
 
 
 def matmul_plan():
@@ -83,15 +70,3 @@ def test_the_command_plans_programs_and_compares_two_files(tmp_path, capsys, mon
     assert plans.main(["--compare", str(path), str(other)]) == 1
     assert "+100.000%" in capsys.readouterr().out
     assert plans.main(["--compare", str(path), str(other), "--only", "unplanned"]) == 0
-
-
-def test_programs_have_names_of_their_own():
-    names = [name for name, _ in plans.programs()]
-    assert len(names) == len(set(names)) > 100
-
-
-@pytest.mark.parametrize("arguments", [[], ["--compare", "one"], ["--out", "a", "--compare", "a", "b"]])
-def test_bad_arguments(arguments, capsys):
-    with pytest.raises(SystemExit):
-        plans.main(arguments)
-    assert "usage" in capsys.readouterr().err

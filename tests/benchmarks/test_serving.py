@@ -8,7 +8,7 @@ import serving
 
 import llama
 
-CONFIG = dataclasses.replace(llama.TINY, embed=64, heads=8, kv_heads=4, head_dim=8, mlp=128, vocab=64)
+CONFIG = dataclasses.replace(llama.TINY, embed=64, heads=8, kv_heads=4, head_dim=8, mlp=128, vocab=64, layers=1)
 BATCH, LENGTH = 8, 64
 
 

@@ -38,14 +38,10 @@ def test_the_collector_is_paused_and_runs_again_afterwards():
 
 
 def test_objects_of_a_cached_result_are_in_the_oldest_generation():
+    """Where a full collection frees what is garbage."""
     with without_gc(cached=True):
-        lasting = Node()
+        lasting, garbage = Node(), weakref.ref(Node())
     assert in_oldest(lasting)
-
-
-def test_garbage_of_a_cached_result_is_freed_by_a_full_collection():
-    with without_gc(cached=True):
-        garbage = weakref.ref(Node())
     gc.collect(1)
     assert garbage() is not None
     gc.collect()

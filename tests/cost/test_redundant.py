@@ -84,8 +84,3 @@ def test_the_first_call_warns_of_products_that_every_device_does():
 @pytest.mark.parametrize("layout", ["rows: data; mlp: model", "rows: data", "mlp: model"])
 def test_no_warning_where_no_axis_is_asked_for_in_vain(layout):
     assert first_call(layout) == []
-
-
-def test_no_warning_of_what_is_small():
-    run = mp.jit(mlp, mesh=mp.mesh("data=4, model=2"), layout="columns?: data; mlp: model", dims=DIMS)
-    run(*(jnp.ones(a.shape) for a in (X, UP, DOWN)))

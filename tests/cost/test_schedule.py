@@ -1,17 +1,15 @@
 """Schedules: weights gathered during the matmul before, gradients reduced during the next, matmuls during other collectives."""
 
-from dataclasses import replace
 from graphlib import TopologicalSorter
 
 import jax
 import jax.numpy as jnp
 import pytest
-from arrays import F32, bf16, f32
+from arrays import F32, f32
 
 import meshpar as mp
 from meshpar._src.cost.kernels import computation_of
 from meshpar._src.cost.schedule import async_collectives, concurrent_matmuls, schedules
-from meshpar._src.hardware.chips import CHIPS
 
 ROWS, EMBED, MLP = 16, 32, 64
 
@@ -64,28 +62,6 @@ def test_a_gradient_is_reduced_before_the_next_matmul_or_during_it_where_reduce_
     assert (transfer.start <= schedule.starts[after] < transfer.end) == is_async
 
 
-@pytest.mark.parametrize(("devices", "mlp", "is_async"), [(64, 2048, False), (64, 8192, True), (16, 2048, True)])
-def test_small_weights_are_gathered_by_a_synchronous_all_reduce_of_many_devices(devices, mlp, is_async):
-    """8 MiB, but not 32; on 16 devices this was not observed."""
-    side = int(devices**0.5)
-    plan = mp.plan(
-        lambda w, x: x @ w["up"] @ w["down"], {"up": bf16(2048, mlp), "down": bf16(mlp, 2048)}, bf16(devices * 1024, 2048),
-        mesh="data=-1", topology=f"v5e:{side}x{side}", layout="batch: data; mlp: data", overlap="xla", lowering="shard_map",
-        dims={"w/up": "embed mlp", "w/down": "mlp embed", "x": "batch embed"},
-    )  # fmt: skip
-    sent = schedules(plan)[computation_of(plan)].transfers
-    assert [(t.collective.op, t.is_async) for t in sent] == [("all-gather", is_async)] * 2
-    if not is_async:  # as many bytes as an all-reduce, after which the result has its zeros
-        assert all(t.end - t.start > 2 * t.collective.seconds for t in sent)
-
-
-def test_what_a_product_made_cannot_be_sent_for_ahead():
-    plan = planned(loss, layout="mlp: data")
-    (summed,) = [k for k in computation_of(plan).kernels if k.kind == "move"]
-    assert summed not in async_collectives(plan)[computation_of(plan)]
-    assert not any(items for _, items in in_flight(plan))
-
-
 def scanned(params, x):
     """Layers of four products."""
 
@@ -105,44 +81,6 @@ def layered(layout, rows=(8, 2048), **options):
     params = {"up": f32(2, EMBED, MLP), "down": f32(2, MLP, EMBED)}
     dims = {"*/up": "layers embed mlp", "*/down": "layers mlp embed", "x": f"batch {'seq ' * (len(rows) > 1)}embed"}
     return mp.plan(scanned, params, f32(*rows, EMBED), overlap="xla", layout=layout, dims=dims, **options)
-
-
-def test_gradients_of_weights_run_beside_the_last_collectives_and_keep_what_they_multiply():
-    """With sequence parallelism the sum of a cotangent is sent while the weights' gradients, which nothing waits for, are made."""
-    plan = layered("batch: data; mlp: model; seq: model", mesh="data=2, model=4", topology="tpu7x:2x2x1")
-    loops = [r for r in schedules(plan) if r.trip_count == 2]
-    (backward,) = [r for r in loops if any(b for b in concurrent_matmuls(plan)[r].values())]
-    running, besides = schedules(plan)[backward], concurrent_matmuls(plan)[backward]
-    place = {node: k for k, node in enumerate(running.kernels)}
-    assert sorted(running.kernels, key=id) == sorted(backward.kernels, key=id)
-    late = [(move, k) for move, b in besides.items() for k in b]
-    assert late
-    assert all(place[move] < place[k] for move, k in late)
-    gradients = [k for _, k in late if set(k.writes[0].value.shape[-2:]) == {EMBED, MLP}]
-    assert gradients  # `up` and `down` of a layer
-    maker = {item: place[k] for k in running.kernels for item in k.writes}
-    assert all(maker.get(item, -1) <= place[k] for k in running.kernels for item in k.reads)
-
-    alike = replace(plan.chip.compiler, sync_collectives=CHIPS["v5p"].compiler.sync_collectives)
-    alone = replace(plan, chip=replace(plan.chip, compiler=alike))
-    assert not any(b for besides in concurrent_matmuls(alone).values() for b in besides.values())
-    assert plan.memory.peak > alone.memory.peak
-
-
-@pytest.mark.parametrize(("topology", "most"), [("v6e:2x4", 1), ("v5p:2x2x2", 1), ("tpu7x:2x2x1", 2)])
-def test_a_sum_that_options_put_on_the_sparse_cores_has_one_product_beside_it(topology, most):
-    """It takes longer than all products of a layer; the gradients of two weights could run meanwhile."""
-    plan = layered("batch: data; mlp: model", mesh="data=2, model=4", topology=topology, lowering="shard_map")
-    found = {
-        move: len(beside)
-        for besides in concurrent_matmuls(plan).values()
-        for move, beside in besides.items()
-        if move.step is not None and any(c.op == "all-reduce" for c in move.step.sends)
-    }
-    assert max(found.values()) == most
-    last = [n for move, n in found.items() if not is_followed(move)]
-    assert last
-    assert most > 1 or not any(last)  # such a sum is sent at the body's end
 
 
 def is_followed(node):
@@ -188,29 +126,3 @@ def test_sums_that_programs_wait_for_are_left_to_the_end_of_a_body():
         assert found.until_end
         assert not found.postponed
         assert move.reads[0] in schedules(plan)[region].in_flight[len(region.kernels) - 1]
-
-
-def test_matmuls_of_gradients_around_asynchronous_reductions_are_at_the_end_of_a_body():
-    plan = layered("batch: data; embed: data", (ROWS,), mesh="data=8", topology="v6e:2x4", lowering="shard_map")
-    (backward,) = [r for r, found in async_collectives(plan).items() if any(f.postponed for f in found.values())]
-    schedule = schedules(plan)[backward]
-    for move, found in async_collectives(plan)[backward].items():
-        if found.postponed:
-            assert not found.until_end
-            operands = {b for partial in move.reads for b in partial.made_by.reads}
-            assert operands <= set(schedule.in_flight[len(backward.kernels) - 1])
-
-
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-def test_a_result_that_no_matmul_depends_on_is_computed_last_unless_a_barrier_waits_for_it(lowering):
-    def fn(w, x, labels):
-        logits = (x @ w).astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, labels[:, None], 1)
-        return picked, jnp.exp(logits - logits.max(1, keepdims=True)).astype(w.dtype) @ w.T
-
-    arguments = bf16(512, 65536), bf16(4096, 512), jax.ShapeDtypeStruct((4096,), jnp.int32)
-    plan = mp.plan(fn, *arguments, mesh="data=4", topology="v5p:2x2x1", layout="batch: data", lowering=lowering,
-                   dims={"w": "embed vocab", "x": "batch embed", "labels": "batch"})  # fmt: skip
-    kernels = schedules(plan)[computation_of(plan)].kernels
-    gather = next(i for i, k in enumerate(kernels) if k.name == "gather")
-    assert (gather > max(i for i, k in enumerate(kernels) if k.matmuls)) == (lowering == "jit")

@@ -48,30 +48,6 @@ def test_what_the_next_product_reads_stays_where_there_is_room(topology, images,
     assert second == (1 + between) * size + WEIGHTS
 
 
-def test_other_kernels_read_what_is_in_vmem_as_they_read_hbm():
-    def fn(x, v, w):
-        return conv(jnp.sort(conv(x, v), -1), w)
-
-    size = BF16 * 512 * ELEMENTS
-    assert computation_of(fn, 512) == [
-        ("conv_general_dilated", size + WEIGHTS),
-        ("sort", size),
-        ("conv_general_dilated", size + WEIGHTS),
-    ]
-
-
-@pytest.mark.parametrize(("images", "read"), [(512, 0), (768, 1)])
-def test_what_is_read_later_is_there_if_it_has_room_beside_what_the_kernel_before_works_on(images, read):
-    """Three arrays of 32 MiB have, three of 48 have not."""
-
-    def fn(x, u, v, w):
-        return conv(jnp.sort(conv(jnp.sort(conv(x, u), -1), v), -1) + x, w)
-
-    size = BF16 * images * ELEMENTS
-    *_, (_, last) = computation_of(fn, images, weights=3)
-    assert last == (1 + read) * size + WEIGHTS
-
-
 def test_results_and_what_is_sent_are_in_hbm():
     size = BF16 * 512 * ELEMENTS
     assert computation_of(lambda x, w: conv(x, w), 512, weights=1) == [("conv_general_dilated", 2 * size + WEIGHTS)]

@@ -73,11 +73,6 @@ def served(model: str, layouts: dict[str, str], *, mesh="data=2, model=4", confi
     return generate.serve(steps, params, PROMPTS, batch=batch, length=length, new=NEW, pad=pad, **how)
 
 
-MEGATRON = {
-    "prefill": "heads, mlp, vocab: model",
-    "insert": "batch: data",
-    "decode": "batch: data; heads, mlp, vocab: model",
-}
 FLASH = {
     "prefill": "seq: model; heads, mlp, vocab: data",
     "insert": "batch: data; cache: model; seq: model",
@@ -99,8 +94,6 @@ CASES = {
     ),
 }
 SLOW_CASES = {
-    "cache": ("llama", FLASH, {"lowering": "jit"}),
-    "cache over all": ("llama", LONG, {"lowering": "shard_map"}),
     "pages under a layout": ("llama", LONG, {"lowering": "jit", "page": 8, "pages": 7}),
     "latent attention in pages": ("deepseek", FLASH, {"lowering": "shard_map", "page": 4, "pages": 7}),
     "one head of keys, sharded by length": ("llama", FLASH, {"config": MANY_QUERIES}),
@@ -121,14 +114,6 @@ SLOW_CASES = {
 )
 def test_a_server_generates_the_tokens_of_the_model(model, layouts, how):
     assert served(model, layouts, **how) == expected(model, how.get("config"))
-
-
-@pytest.mark.slow
-def test_kernels_with_one_dim_for_heads_and_size_change_no_token():
-    params = generate.merge_heads(weights("llama"))
-    kernel = params["layers"]["attention"]["query"]["kernel"].value
-    assert kernel.shape == (llama.TINY.layers, llama.TINY.embed, llama.TINY.heads * llama.TINY.head_dim)
-    assert served("llama", MEGATRON, params=params) == expected("llama")
 
 
 def test_a_rule_for_heads_shards_kernels_with_one_dim_for_heads_and_size():
@@ -160,9 +145,8 @@ def in_eight_bits() -> list[list[int]]:
         return served("llama", UNSHARDED, mesh="data=1")
 
 
-@pytest.mark.parametrize("how", [{}, pytest.param(PAGED, marks=pytest.mark.slow)], ids=["whole", "in pages"])
-def test_keys_and_values_in_eight_bits(how):
-    assert served("llama", FLASH if how else LONG, options={"cache": "int8"}, **how) == in_eight_bits()
+def test_keys_and_values_in_eight_bits():
+    assert served("llama", LONG, options={"cache": "int8"}) == in_eight_bits()
 
 
 def states(options: Options):
@@ -183,20 +167,6 @@ def test_a_cache_in_eight_bits_takes_a_byte_and_a_scale_per_head():
 
     head_dim = 8
     assert bytes_of("int8") / bytes_of(None) == (head_dim + 4) / (head_dim * 4)
-
-
-@pytest.mark.slow
-def test_a_sliding_window_needs_no_more_slots_than_the_window():
-    window, layouts = 4, {"prefill": "", "insert": "cache: data", "decode": "cache: data"}
-    everything = expected("llama")
-
-    def windowed(q, k, v, _):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(window - 1, 0))
-
-    with mock.patch.object(llama, "attention", windowed):
-        reference = expected.__wrapped__("llama")
-    assert reference != everything
-    assert served("llama", layouts, length=window, options={"window": window}) == reference
 
 
 def test_a_stop_token_ends_a_sequence():
@@ -276,12 +246,11 @@ def test_search_finds_tensor_parallelism_for_decoding():
     assert best.bytes_sent < weights / 4  # activations, and no weights
 
 
-@pytest.mark.parametrize("model", ["mixtral", "deepseek"])
-def test_a_step_of_decoding_applies_every_expert_in_place(model):
+def test_a_step_of_decoding_applies_every_expert_in_place():
     """Rows of one token are routed as a sequence of as many is, which takes the grouped matmuls."""
-    config = MODELS[model][0].TINY
+    config = mixtral.TINY
     options = Options.of(config)
-    w = jax.tree.map(lambda a: a[0], generate.weights_of(weights(model))["layers"]["experts"])
+    w = jax.tree.map(lambda a: a[0], generate.weights_of(weights("mixtral"))["layers"]["experts"])
     rows = -(-len(w["up"]) // options.chosen)
     x = jax.random.normal(jax.random.key(1), (1, rows, config.embed))
     run = functools.partial(generate.experts, options, w)

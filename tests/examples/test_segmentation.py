@@ -1,13 +1,9 @@
 """The segmentation network of the examples: its size, upsampling against NumPy, halos in its plan, equal runs under two layouts."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import drawn
-from lowered import same
 
 import meshpar as mp
-import resnet
 import segmentation
 
 
@@ -31,11 +27,3 @@ def test_a_sharded_height_exchanges_halos_and_gathers_no_features():
     assert {c.op for c in plan.collectives if c.total_bytes > 1e5} == {"collective-permute", "all-reduce"}
     stem = next(c for c in plan.collectives if c.op == "collective-permute")
     assert stem.bytes <= 4 * 3 * 2048 * 3 * 2  # at most three rows of four images, bfloat16
-
-
-@pytest.mark.slow
-def test_no_layout_changes_a_number(monkeypatch):
-    monkeypatch.setattr(resnet, "STAGES", (1, 1, 1, 1))
-    step, shapes, dims = segmentation.cityscapes(4, 64, 32, features=4, classes=5, dtype=jnp.float32)
-    how = {"meshes": ["data=4, model=2"], "lowerings": ("shard_map",), "tolerance": 1e-3}
-    same(step, *drawn(shapes, 5), layout=segmentation.LAYOUTS["data+height"], dims=dims, **how)

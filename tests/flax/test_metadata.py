@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
@@ -141,33 +140,6 @@ def test_with_sharding_constraint_over_names_and_over_axes(mesh):
     assert [h.spec for h in plan.outputs] == [P("data"), P(None, "model")]  # explicit beats claimed
 
 
-def test_linen_train_state(mesh):
-    def create(key, x):
-        model = Mlp()
-        return TrainState.create(apply_fn=model.apply, params=model.init(key, x)["params"], tx=optax.adamw(1e-3))
-
-    def step(state, x):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - x) ** 2))(state.params)
-        return state.apply_gradients(grads=grads), loss
-
-    model = Mlp()
-    state = TrainState.create(apply_fn=model.apply, params=variables()["params"], tx=optax.adamw(1e-3))
-    run = mp.jit(step, mesh=mesh, layout=LAYOUT, dims=TOKENS)
-    plan = run.plan(state, x())
-    moments = {p: d for p, d in dims_of(plan.inputs).items() if "/mu/" in p or "/nu/" in p}
-    assert {d for p, d in moments.items() if p.endswith("up/kernel/value") or p.endswith("up/kernel")} == {"embed mlp"}
-    assert {d for p, d in moments.items() if p.endswith("bias")} == {"mlp"}
-    assert {h.kind for h in plan.inputs if "/mu/" in h.path} == {"opt"}
-    assert {h.kind for h in plan.inputs if h.path.startswith("state/params")} == {"params"}
-    new, loss = run(state, x())
-    want, want_loss = step(state, x())
-    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
-    close(new.params, want.params, rtol=1e-3)
-    born = mp.init(create, mesh=mesh, layout=LAYOUT)(jax.random.key(0), x())
-    assert born.params["up"]["kernel"].value.sharding.spec == P("data", "model")
-    assert born.opt_state[0].nu["up"]["kernel"].value.sharding.spec == P("data", "model")
-
-
 # -- nnx
 
 
@@ -205,70 +177,11 @@ def test_nnx_metadata(mesh, make):
     assert [h.kind for h in plan.inputs] == ["params"] * 3 + [None]
 
 
-@pytest.mark.parametrize("update", ["nnx.update", "optimizer"])
-def test_patterns_replace_nnx_metadata_in_results_too(mesh, update):
-    """A library that writes mesh axes into its metadata: the new weights are stored as the old ones are."""
-    weights = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed"}
-
-    def step(model, optimizer, x):
-        gradients = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
-        if update == "optimizer":
-            optimizer.update(model, gradients)
-        else:
-            params = nnx.state(model, nnx.Param)
-            nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients))
-
-    model = net(lambda *names: partitioned(*({"embed": "fsdp", "mlp": "tp"}[n] for n in names)))
-    with nnx.use_eager_sharding(False):
-        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-    how = {"mesh": mesh, "layout": LAYOUT, "dims": {**weights, **TOKENS}, "strict": True}
-    plan = mp.plan(step, model, optimizer, x(), **how)
-    kernels = {h.path: h.spec for h in plan.outputs if h.path.endswith("kernel")}
-    assert len(kernels) == 6
-    assert kernels == {h.path: h.spec for h in plan.inputs if h.path in kernels}
-    assert {spec for path, spec in kernels.items() if "up" in path} == {P("data", "model")}
-
-
-def test_nnx_metadata_of_one_variable(mesh):
-    class One(nnx.Module):
-        def __init__(self):
-            with nnx.use_eager_sharding(False):
-                self.w = nnx.Param(jnp.ones((16, 32)), out_sharding=("embed", "mlp"))
-                self.cache = nnx.Cache(jnp.zeros((8, 32)), out_sharding=("batch", "mlp"))
-
-        def __call__(self, x):
-            self.cache[...] = self.cache[...] + x @ self.w[...]
-            return self.cache[...]
-
-    model = One()
-    run = mp.jit(lambda model, x: model(x), mesh=mesh, layout=LAYOUT, dims=TOKENS)
-    plan = run.plan(model, x())
-    assert dims_of(plan.inputs) == {"model/cache": "batch mlp", "model/w": "embed mlp", "x": "batch embed"}
-    np.testing.assert_allclose(run(model, x()), x() @ np.ones((16, 32)), rtol=1e-5, atol=1e-5)
-    assert model.cache[...].sharding.spec == P("data", "model")
-
-
 @pytest.mark.parametrize("metadata", [("embed", "mlp"), P("embed", "mlp"), P("embed", ("mlp",))])
 def test_the_forms_of_nnx_metadata(metadata):
     with nnx.use_eager_sharding(False):
         param = nnx.Param(jnp.ones((16, 32)), out_sharding=metadata)
     assert found({"w": param}, "params") == {"params/w": ("embed", "mlp")}
-
-
-def test_nnx_split_state_and_merge(mesh):
-    graph, state = nnx.split(net())
-    assert found(state, "state")["state/up/kernel"] == ("embed", "mlp")
-
-    def fn(state, x):
-        return jax.grad(lambda s: jnp.mean((nnx.merge(graph, s)(x) - x) ** 2))(state)
-
-    run = mp.jit(fn, mesh=mesh, layout=LAYOUT, dims=TOKENS, strict=True)
-    plan = run.plan(state, x())
-    want_dims = {"down/kernel": "mlp embed", "up/bias": "mlp", "up/kernel": "embed mlp"}
-    assert dims_of(plan.outputs).items() >= want_dims.items()
-    got, want = run(state, x()), fn(state, x())
-    assert isinstance(got, nnx.State)
-    close(got, want, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", [optax.adamw, optax.lion, optax.adafactor])
@@ -289,38 +202,6 @@ def test_nnx_optimizer(mesh, optimizer):
     assert set(kernels.values()) == {"embed mlp"}
     assert {format_dims(h.dims) for p, h in state.items() if h.shape == (32,) and p.endswith("bias")} <= {"mlp"}
     assert {h.path for h in plan.outputs} >= set(state)
-
-
-@pytest.mark.filterwarnings(
-    "ignore:parameters and optimizer state take:meshpar.errors.ReplicatedWarning"
-)  # mp.init has no name for residuals
-@pytest.mark.parametrize("dims", [None, {"*/w": "embed mlp"}, {"*/right/w": "mlp rank", "*/w": "embed mlp"}])
-def test_factors_of_powersgd_do_not_have_the_dims_of_their_parameter(dims):
-    """The right factor of a matrix [embed, mlp] = [16, 32] is [mlp, rank] = [32, 2]: it has as many dims as the matrix, and a last
-    dim that does not divide over the axis of `mlp`. ``dims=None``: the matrix is in a Flax box, and so is the factor."""
-    tx = mp.replicas.powersgd(2, replicas=2)
-
-    def named(w):
-        return nn.LogicallyPartitioned(w, ("embed", "mlp")) if dims is None else w
-
-    def create(key):
-        params = {"w": named(jax.random.normal(key, (16, 32)))}
-        return {"params": params, "opt": tx.init(params)}
-
-    def step(state, gradients):
-        updates, opt = tx.update({"w": named(gradients)}, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}
-
-    options = {"mesh": mp.mesh("slice=2, data=4"), "layout": "replica: slice; mlp: data"}
-    state = mp.init(create, dims=dims or {}, **options)(jax.random.key(0))
-    run = mp.jit(step, dims=(dims or {}) | {"gradients": "replica embed mlp"}, **options)
-    g = np.random.default_rng(0).normal(size=(2, 16, 32)).astype(np.float32)
-    plan = run.plan(state, g)
-    for arrays in (plan.inputs, plan.outputs):
-        right = next(h for h in arrays if "right/w" in h.path)
-        assert (right.dims[0], right.spec) == ("mlp", P("data"))
-    got, want = run(state, g), step(create(jax.random.key(0)), g)
-    close(got, want)
 
 
 def test_constraints_are_ours_only_while_tracing(mesh):
@@ -371,16 +252,6 @@ def test_a_join_names_the_function_that_gave_the_name(module, by):
     assert "mp.named" not in str(plan.joins[0])
 
 
-def test_a_renamed_result_has_no_join_with_the_argument_of_its_path():
-    """A move of weights between layouts, in which both sides have a name of their own."""
-    weights, dims = {"w": jax.ShapeDtypeStruct((64, 32), np.float32)}, {"*/w": "vocab embed"}
-    move = lambda params: jax.tree.map(lambda w: mp.rename(w, vocab="to_vocab"), params)  # noqa: E731
-    plan = mp.plan(move, weights, mesh="data=8", layout="embed: data; to_vocab: data", dims=dims)
-    assert (plan.joins, plan.outputs[0].dims) == ([], ("to_vocab", "embed"))
-    plan = mp.plan(move, weights, mesh="data=8", layout="to_vocab: data; embed: data", dims=dims)
-    assert (plan.outputs[0].spec, [c.op for c in plan.collectives]) == (P("data"), ["all-to-all"])
-
-
 class Foreign(nn.Module):
     """A model with names of its own, on weights and on activations."""
 
@@ -428,23 +299,6 @@ def test_names_of_a_model_are_changed_from_outside():
     assert ours[2:4] == foreign[2:4]
     assert ours[2][0] == P("model", "data")
     np.testing.assert_array_equal(ours[4], foreign[4])
-
-
-def test_a_scheme_without_effect_on_the_sequence_has_the_name_that_it_needs():
-    """With the ``names=`` of the note the scheme shards the dim, which Flax models call ``length``."""
-
-    def of(names):
-        step = mp.jit(
-            lambda tokens: nn.with_logical_constraint(tokens, ("batch", "length")) + 1,
-            mesh="data=4, model=2",
-            layout="batch: data; seq?: model",
-            names=names,
-        )
-        return step.plan(jax.ShapeDtypeStruct((8, 4), jnp.int32))
-
-    (said,) = (note for note in of(None).notes if "without effect" in note)
-    assert 'did you mean `length`? The known schemes say `seq`: rename it, for example names={"length": "seq"}' in said
-    assert list(of({"length": "seq"}).inputs[0].split) == [("batch", ("data",)), ("seq", ("model",))]
 
 
 def test_a_constraint_without_a_rule_has_the_edit_in_its_warning():

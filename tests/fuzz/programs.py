@@ -1,4 +1,4 @@
-"""Random cases: a program, a mesh and a layout; as functions of a random generator, and as hypothesis strategies."""
+"""Random cases: a program, a mesh and a layout, as functions of a random generator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import bodies
-from hypothesis import strategies as st
 from statements import STATEMENTS
 from writer import OUTER, Program, Writer
 
@@ -175,8 +174,3 @@ def make_case(
     overlap = "ring" if "ring" in program.needs or rng.random() < 0.1 else "off"
     outside = way_outside(program, every) if calls == (Call(),) else ""
     return Case(program, mesh, make_layout(rng, program, mesh), outside, calls, overlap)
-
-
-def cases(statements: int = 7) -> st.SearchStrategy[Case]:
-    """Random cases, which hypothesis shrinks."""
-    return st.randoms(use_true_random=False).map(lambda rng: make_case(rng, statements))

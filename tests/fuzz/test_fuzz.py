@@ -16,8 +16,6 @@ import programs
 import pytest
 import run
 import shrink
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from statements import STATEMENTS
 from writer import Input, Program, Skip, Writer
 
@@ -26,15 +24,15 @@ from meshpar._src.lower import LOWERINGS
 from meshpar._src.plan.steps import Reduce, rewrite_bodies
 from meshpar._src.plan.verify import verify
 
-CASES = 60
-
 
 @pytest.mark.slow
-@settings(max_examples=CASES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(case=programs.cases(statements=5), lowering=st.sampled_from(["auto", "jit"]))
-def test_sharded_is_unsharded(case, lowering):
-    found = run.differences(case, lowering, run.unsharded(case))
-    assert not found, f"\n{case}\n" + "\n".join(map(str, found))
+@pytest.mark.parametrize("seed", range(3))
+def test_sharded_is_unsharded(seed):
+    rng = random.Random(seed)
+    for lowering in 5 * ("auto", "jit"):
+        case = programs.make_case(rng, statements=5)
+        found = run.differences(case, lowering, run.unsharded(case))
+        assert not found, f"\n{case}\n" + "\n".join(map(str, found))
 
 
 # -- the fuzzer itself
@@ -169,7 +167,7 @@ def test_collectives_inside_and_outside_of_bodies_with_many_calls_in_flight():
     """In a process of its own, which is ended where it hangs; on threads as few as devices."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "NPROC": "2", "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    flags = "--control 3 --calls 64 --cases 3 --outside 0 --tries 0 --patience 60".split()
+    flags = "--control 3 --calls 64 --cases 2 --outside 0 --tries 0 --patience 60".split()
     command = [sys.executable, "benchmarks/fuzz.py", *flags]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=200)
-    assert len(re.findall(r"\| 3 \| \w+ \| 0 \| 0 \|", done.stdout)) == 2, done.stdout + done.stderr
+    assert len(re.findall(r"\| 2 \| \w+ \| 0 \| 0 \|", done.stdout)) == 2, done.stdout + done.stderr

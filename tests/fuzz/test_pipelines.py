@@ -9,7 +9,7 @@ import run
 from meshpar._src.plan.verify import verify
 from meshpar._src.program.pipeline import SCHEDULES
 
-SEEDS = (1, 2, 3, 4, 5, 6, 7, 9, 10)
+SEEDS = (1, 2, 3, 4, 7, 10)
 """Programs that are compiled within seconds, of every schedule."""
 
 

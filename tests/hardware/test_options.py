@@ -99,23 +99,3 @@ def test_the_compiler_at_hand_knows_every_option_of_the_table(chip):
     values = {k: v for g in GROUPS if g.name in CHIPS[chip].compiler.option_groups for k, v in g.values.items()}
     refused = unknown_options(device, {**values, "xla_tpu_no_such_option": True})
     assert list(refused) == ["xla_tpu_no_such_option"]
-
-
-@tpu
-def test_gathers_are_asynchronous_with_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("MESHPAR_CACHE", str(tmp_path))
-    monkeypatch.setenv("MESHPAR_COMPILES", "64")  # these are small, and must not wait for others on the machine
-    mesh = mp.mesh("data=-1", topology="v5p:2x2x1")
-    made = mp.jit(step, mesh=mesh, lowering="shard_map", **HOW)
-    plain = mp.jit(step, mesh=mesh, lowering="shard_map", options="off", **HOW)
-    found, off = (s.compile(STATE, X, effort="full") for s in (made, plain))
-    assert found.plan.options.values
-    assert {"all-gather (async)", "reduce-scatter (async)"} <= found.exposed.by_kind.keys()
-    assert not any("async" in kind for kind in off.exposed.by_kind)
-    assert found.bytes_sent == pytest.approx(off.bytes_sent)
-    assert dict(made.lower(STATE, X)._lowering._compiler_options_kvs) == found.plan.options.values
-
-    outer = jax.jit(lambda state, x: made(state, x)[1])  # inside, jax.jit takes no options
-    at = made.shardings(STATE, X)
-    state, x = jax.tree.map(lambda s, n: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=n), (STATE, X), at)
-    assert outer.lower(state, x).as_text()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 import itertools
 from types import SimpleNamespace
 
@@ -175,12 +174,6 @@ def laid(topology, text):
 @pytest.mark.parametrize(("topology", "text"), LAID)
 def test_axes_of_a_named_slice(topology, text):
     assert laid(topology, text) == {a: tuple(Stage(*s) for s in stages) for a, stages in LAID[topology, text].items()}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler's description of slices")
-@pytest.mark.parametrize(("topology", "text"), [*LAID, ("v5p:8x8x8", "data=128, model=4"), ("v5e:4x4", "data=16")])
-def test_axes_lie_as_on_the_slice_that_the_compiler_describes(topology, text):
-    assert laid(topology, text) == torus_of(mp.mesh(text, topology=topology))
 
 
 def test_gpus_fill_a_node_with_the_minor_axes():

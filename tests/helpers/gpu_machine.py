@@ -562,7 +562,7 @@ class Gpus(Devices):
         warps = []
         for w in range(WARPS):
             name = f"{parent.name} warp {w}"
-            task = Task(name, parent.at | {"warp": w}, functools.partial(function, np.int32(w)), parent)
+            task = Task(name, parent.at | {"warp": w}, functools.partial(function, np.int32(w)))
             warps.append(self.machine.spawn(task))
         self.machine.wait(lambda: all(t.done for t in warps), "its warps")
 

@@ -246,8 +246,8 @@ class Task:
       state: of the kind of machine. `state["reads"]`: memory that its threads have read since their last barrier.
     """
 
-    def __init__(self, name: str, at: dict[str, int], work: Callable[[], None], parent: Task | None = None):
-        self.name, self.at, self.work, self.parent = name, at, work, parent
+    def __init__(self, name: str, at: dict[str, int], work: Callable[[], None]):
+        self.name, self.at, self.work = name, at, work
         self.condition: Callable[[], bool] | None = None
         self.waiting = ""
         self.done = False
@@ -275,7 +275,6 @@ class Machine:
         self.finished = threading.Event()
         self.sites: dict[str, int] = {}
         self.here = threading.local()
-        self.entered: dict[int, bool] = {}
         self.copied: collections.Counter[str] = collections.Counter()
         self.estimates: list[Any] = []
 
@@ -581,8 +580,3 @@ def noticed(run: Callable[..., Any], dropped: Any) -> Fault | None:
         except Fault as fault:
             return fault
     return None
-
-
-def unnoticed(run: Callable[..., Machine]) -> list[str]:
-    """Waits and signals of a kernel without which it has no fault in any order of events."""
-    return [site for site in run(PLAIN).sites if noticed(run, site) is None]

@@ -130,20 +130,3 @@ def grouped_matmul_transpose(lhs, rhs, sizes, *, groups=None, group_offset=0, ro
             factor = 1.0 if row_scale is None else float(row_scale[i])
             out[g] += factor * np.outer(lhs[i], rhs[i])
     return out
-
-
-def executed_span_rows(sizes: list[int], rows: int, tile: int, part: int) -> int:
-    """Number of rows that the tensor cores multiply in the tile steps of `span_tile_steps`. Plain Python, for reports
-    and tests.
-
-    A tile is cut into parts of `part` rows; parts without a row of the group are skipped.
-    """
-    total, start = 0, 0
-    for size in sizes:
-        end = min(start + size, rows)
-        for begin in range(start // 8 * 8, end, tile) if end > start else ():
-            first = min(begin, max(rows - tile, 0))
-            low, high = max(start, begin) - first, min(end, begin + tile) - first
-            total += (-(-high // part) - low // part) * part
-        start = end
-    return total

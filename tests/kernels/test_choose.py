@@ -15,12 +15,10 @@ from kernel_cases import lowered
 from meshpar_kernels import (
     _choose,
     _compat,
-    all_gather,
     all_gather_matmul,
     all_reduce_small,
     combine,
     grouped_matmul,
-    matmul_reduce_scatter,
     permute,
     ragged_all_to_all,
     reduce_scatter,
@@ -183,13 +181,11 @@ def test_a_refused_kernel_is_said_once(monkeypatch, caplog):
 P = jax.sharding.PartitionSpec
 REMOTE = {
     "all_reduce_small": lambda x: all_reduce_small(x, "slice"),
-    "all_gather": lambda x: all_gather(x, "slice", implementation="pallas"),
     "reduce_scatter": lambda x: reduce_scatter(x, "slice", implementation="pallas"),
     "ragged_all_to_all": lambda x: ragged_all_to_all(
         x, x, *[jnp.zeros(lax.axis_size("slice"), jnp.int32)] * 4, axis_name="slice", implementation="pallas"
     )[0],
     "all_gather_matmul": lambda x: all_gather_matmul(x, jnp.ones((128, 128)), "slice"),
-    "matmul_reduce_scatter": lambda x: matmul_reduce_scatter(x, jnp.ones((128, 128)), "slice"),
 }
 
 
@@ -213,7 +209,7 @@ def test_remote_dma_does_not_leave_a_slice(op, monkeypatch):
     with pytest.raises(NotImplementedError, match=r"'slice' joins the slices \[0, 1\]; remote DMA uses ICI"):
         lowered(across)
     with jax.set_mesh(across):
-        if op in ("all_gather", "reduce_scatter", "ragged_all_to_all"):
+        if op in ("reduce_scatter", "ragged_all_to_all"):
             with pytest.raises(NotImplementedError, match="which does not leave a slice"):
                 lowered(across)
         else:

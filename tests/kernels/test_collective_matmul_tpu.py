@@ -42,20 +42,6 @@ def test_both_matmuls(monkeypatch):
         np.testing.assert_allclose(simulated(call, (devices,), x, w), want(x, w), atol=1e-4)
 
 
-@slow
-def test_several_axes_bfloat16_and_wire():
-    """A ring over two mesh axes, major first; tiles as they are picked; sums rounded to bfloat16 once a hop."""
-    x, w = draw(4, 16, K, dtype=jnp.bfloat16), draw(4, K, N, dtype=jnp.bfloat16, seed=1)
-    how = {"axis_name": ("a", "b"), "implementation": "pallas"}
-    got = simulated(functools.partial(all_gather_matmul, **how), (2, 2), x, w)
-    assert got.dtype == jnp.bfloat16
-    near(got, gathered(x, w), 2**-8)
-    x = draw(4, 64, K, dtype=jnp.bfloat16)
-    for wire in (None, jnp.bfloat16):
-        got = simulated(functools.partial(matmul_reduce_scatter, comm_dtype=wire, **how), (2, 2), x, w)
-        near(got, scattered(x, w), (1 if wire is None else 4) * 2**-8)
-
-
 def test_blocks_of_a_matmul(monkeypatch):
     """Loops over blocks of rows, K and columns, with something left over in each."""
     monkeypatch.setattr(tpu, "BLOCK", (128, 128, 128))
@@ -67,8 +53,8 @@ def test_blocks_of_a_matmul(monkeypatch):
 
 @slow
 @pytest.mark.parametrize("function", [all_gather_matmul, matmul_reduce_scatter])
-def test_gradients(function):
-    """As those of the ring; with respect to x the other kernel makes them."""
+def test_gradients(function, monkeypatch):
+    """As those of the ring; with respect to x the other kernel makes them, whether it is chosen by name or by the variable."""
     x, w = draw(4, 8 if function is all_gather_matmul else 32, K), draw(4, K, K, seed=1)
 
     def gradient(implementation):
@@ -78,30 +64,17 @@ def test_gradients(function):
         return jax.grad(loss, (0, 1))
 
     specs = {"mesh": mesh_of(4), "in_specs": P(), "out_specs": P("a"), "check_vma": False}
-    text = str(jax.make_jaxpr(jax.shard_map(gradient("pallas_tpu"), **specs))(x[0], w[0]))
-    assert text.count("name=meshpar_all_gather_matmul\n") == text.count("name=meshpar_matmul_reduce_scatter\n") == 1
-    for found in zip(*(simulated(gradient(name), (4,), x, w) for name in ("pallas", "ring")), strict=True):
-        near(*found, 1e-5)
-
-
-@pytest.mark.parametrize("function", [all_gather_matmul, matmul_reduce_scatter])
-def test_the_variable_takes_the_kernels_of_the_backward_pass_too(function, monkeypatch):
-    """Forward one kernel, and backward the other for the gradient of x, as by name; without the variable neither."""
 
     def kernels(implementation):
-        def loss(x, w):
-            return (function(x, w, "a", implementation=implementation) ** 2).sum()
-
-        specs = {"mesh": mesh_of(4), "in_specs": P(), "out_specs": P("a"), "check_vma": False}
-        shapes = jax.ShapeDtypeStruct((32, K), jnp.float32), jax.ShapeDtypeStruct((K, K), jnp.float32)
-        text = str(jax.make_jaxpr(jax.shard_map(jax.grad(loss, (0, 1)), **specs))(*shapes))
+        text = str(jax.make_jaxpr(jax.shard_map(gradient(implementation), **specs))(x[0], w[0]))
         return [text.count(f"name=meshpar_{name}\n") for name in ("all_gather_matmul", "matmul_reduce_scatter")]
 
     monkeypatch.delenv("MESHPAR_KERNELS", raising=False)
-    assert kernels(None) == [0, 0]
-    assert kernels("pallas") == [1, 1]
+    assert (kernels(None), kernels("pallas_tpu")) == ([0, 0], [1, 1])
     monkeypatch.setenv("MESHPAR_KERNELS", "pallas")
     assert kernels(None) == [1, 1]
+    for found in zip(*(simulated(gradient(name), (4,), x, w) for name in ("pallas", "ring")), strict=True):
+        near(*found, 1e-5)
 
 
 def test_what_the_kernels_refuse():

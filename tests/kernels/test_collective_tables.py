@@ -18,14 +18,14 @@ def test_every_schedule_is_right(kind):
         for wraps in (True, False):
             rings = (wraps,) * len(sizes)
             trace = simulate(table_of(kind, sizes, rings), sizes, rings)
-            assert trace.steps > 0
+            assert len(trace.loads) > 0
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 def test_steps_and_bytes_of_rings(n):
     """A bidirectional ring: half as many steps as there are other ranks; each link carries the blocks of half the ring."""
     both = simulate(table_of("all_gather", (n,), (True,)))
-    assert both.steps == math.ceil((n - 1) / 2)
+    assert len(both.loads) == math.ceil((n - 1) / 2)
     forward = [slots for (_, _, direction), slots in both.per_link().items() if direction == 1]
     assert forward == [math.ceil((n - 1) / 2)] * n
 
@@ -33,7 +33,7 @@ def test_steps_and_bytes_of_rings(n):
 def test_a_line_never_uses_the_link_that_is_not_there():
     """On the wrap-around of a line a send would cross all its links; so none has more than one hop."""
     trace = simulate(table_of("all_gather", (6,), (False,)), (6,), (False,))
-    assert trace.steps == 5
+    assert len(trace.loads) == 5
     assert set(trace.hops) == {1}
     assert simulate(table_of("all_gather", (6,), (True,)), (6,), (False,)).hops[0] == 5
 

@@ -1,4 +1,4 @@
-"""The TPU collectives in the TPU interpreter, with race detection, on 8 devices."""
+"""The TPU collectives and dense exchanges in the TPU interpreter, with race detection; larger groups: `test_protocols`."""
 
 import functools
 
@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from kernel_cases import mesh_of, on_devices, simulated
+from test_exchange import exchanged, permuted
 
-from meshpar_kernels.collectives import all_gather, all_reduce, all_reduce_small, reduce_scatter, ring_tpu
+from meshpar_kernels import all_to_all, collective_permute
+from meshpar_kernels.collectives import all_gather, all_reduce_small, reduce_scatter, ring_tpu
 from meshpar_kernels.collectives.table import table_of
 
 P = PartitionSpec
 MODES = ("on_wait", "eager")
-CASES = [((4,), "on_wait"), ((2, 2), "eager")]  # larger groups take longer in the interpreter: `test_protocols`
 
 
 def names_of(shape):
@@ -26,23 +27,18 @@ def draw(shape, *block, dtype=np.float32):
     return np.random.default_rng(0).normal(size=(int(np.prod(shape)), *block)).astype(dtype)
 
 
-@pytest.mark.parametrize(("shape", "mode"), CASES)
-def test_all_gather(shape, mode):
-    x = draw(shape, 24, 128)
-    got = simulated(lambda v: all_gather(v, names_of(shape), implementation="pallas"), shape, x, mode=mode)
+def test_all_gather():
+    x = draw((4,), 24, 128)
+    got = simulated(lambda v: all_gather(v, "a", implementation="pallas"), (4,), x)
     np.testing.assert_array_equal(got, np.broadcast_to(x.reshape(1, -1, 128), got.shape))
 
 
-@pytest.mark.parametrize(("shape", "mode"), CASES)
-def test_reduce_scatter(shape, mode, monkeypatch):
-    """Over two axes in more blocks than there are buffers."""
-    if len(shape) == 2:
-        monkeypatch.setattr(ring_tpu, "TILE_BYTES", 8 * 128 * 4)
-    ranks = int(np.prod(shape))
-    x = draw(shape, 24 * ranks, 128)
-    got = simulated(lambda v: reduce_scatter(v, names_of(shape), implementation="pallas"), shape, x, mode=mode)
-    want = x.astype(np.float64).sum(0).reshape(ranks, 24, 128)
-    np.testing.assert_allclose(got, want, atol=1e-5)
+def test_reduce_scatter(monkeypatch):
+    """In more blocks than there are buffers."""
+    monkeypatch.setattr(ring_tpu, "TILE_BYTES", 8 * 128 * 4)
+    x = draw((2, 2), 24 * 4, 128)
+    got = simulated(lambda v: reduce_scatter(v, ("a", "b"), implementation="pallas"), (2, 2), x, mode="eager")
+    np.testing.assert_allclose(got, x.astype(np.float64).sum(0).reshape(4, 24, 128), atol=1e-5)
 
 
 def test_odd_blocks_and_bfloat16():
@@ -52,14 +48,6 @@ def test_odd_blocks_and_bfloat16():
     assert got.dtype == jnp.bfloat16
     want = x.astype(np.float64).sum(0).reshape(4, 5, 3)
     np.testing.assert_allclose(got.astype(np.float64), want, atol=3 * 2**-8 * np.abs(x.astype(np.float64)).sum(0).max())
-
-
-@pytest.mark.slow
-def test_all_reduce():
-    x = draw((2, 2), 7, 9)
-    got = simulated(lambda v: all_reduce(v, ("a", "b"), implementation="pallas"), (2, 2), x)
-    np.testing.assert_allclose(got, np.broadcast_to(x.astype(np.float64).sum(0), got.shape), atol=1e-5)
-    np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
 
 
 @pytest.mark.parametrize(("dtype", "mode"), covering.each([np.float32, jnp.bfloat16, np.int32], MODES))
@@ -73,6 +61,31 @@ def test_all_reduce_small(dtype, mode):
     np.testing.assert_array_equal(got, np.broadcast_to(got[:1], got.shape))
     exact = x.astype(np.float64).sum(0)
     np.testing.assert_allclose(got[0].astype(np.float64), exact, atol=1e-5 if dtype != jnp.bfloat16 else 0.3)
+
+
+@pytest.mark.parametrize(("shape", "mode"), [((4,), "on_wait"), ((2, 2), "eager")])
+def test_all_to_all(shape, mode):
+    """Blocks of 3 × 128, and blocks that are flattened and padded to rows of 128."""
+    devices = int(np.prod(shape))
+    for block, split, concat in (((3 * devices, 128), 0, 0), ((5, 3 * devices), 1, 0)):
+        x = draw(shape, *block)
+        how = {"axis_name": names_of(shape), "split_axis": split, "concat_axis": concat, "implementation": "pallas"}
+        got = simulated(functools.partial(all_to_all, **how), shape, x, mode=mode)
+        np.testing.assert_array_equal(got, exchanged(x, split, concat))
+
+
+def test_collective_permutes_follow_each_other():
+    """Three of one kernel and group, each of the array that the one before received: a ring, to some devices, and to themselves."""
+    steps = [[(0, 1), (1, 2), (2, 3), (3, 0)], [(1, 2), (2, 1), (0, 0), (3, 3)], [(0, 2), (1, 1), (2, 3)]]
+    x = draw((4,), 7, 9, dtype=jnp.bfloat16)
+    want = functools.reduce(permuted, steps, x)
+
+    def chain(v):
+        for pairs in steps:
+            v = collective_permute(v, "a", pairs, implementation="pallas")
+        return v
+
+    np.testing.assert_array_equal(simulated(chain, (4,), x), want)
 
 
 def test_what_the_kernels_refuse():

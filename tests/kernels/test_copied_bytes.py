@@ -7,7 +7,6 @@ import math
 import covering
 import gpu_runs
 import jax.numpy as jnp
-import kernel_oracle as oracle
 import numpy as np
 import pytest
 import tpu_runs
@@ -72,28 +71,6 @@ def test_the_tpu_transpose_writes_each_sum_once(sizes, monkeypatch):
     absent = ROWS - -(-sum(sizes) // 128) * 128  # tiles without a row of a group stay where they are
     assert sum(copied) == estimate.bytes_accessed - absent * 2 * (K * N // 128) * 2
     assert copied[-1] == G * K * N * 4
-
-
-def steps(sizes, tile):
-    """First rows of the steps of the GPU transpose: where a copy may begin, and every `tile` rows."""
-    ends = np.cumsum(sizes)
-    spans = ((end - size, end) for end, size in zip(ends, sizes, strict=True) if size)
-    return [first for begin, end in spans for first in range(begin // 8 * 8, end, tile)]
-
-
-@pytest.mark.parametrize("module", gpu_runs.GROUPED.values(), ids=gpu_runs.GROUPED)
-@loads
-def test_gpu_kernels_load_each_tile_of_their_walk_once(module, sizes):
-    """Of the whole tiles that groups lie in; through the L2 cache, so not bytes of HBM."""
-    k, n, tile = 128, 192, gpu_runs.TILE
-    machine = gpu_runs.matmul(module, sizes, rows=ROWS, k=k, n=n)
-    rows = oracle.executed_span_rows(sizes, ROWS, tile.m, tile.m)
-    assert machine.copied["input 6"] == rows * k * 2 * (n // tile.n)
-    assert machine.copied["input 7"] == rows // tile.m * k * n * 2
-    machine = gpu_runs.transpose(module, sizes, rows=ROWS, k=k, n=n)
-    rows = sum(min(tile.k, ROWS - first) for first in steps(sizes, tile.k))
-    assert machine.copied["input 1"] == rows * k * 2 * (n // tile.n)
-    assert machine.copied["input 2"] == rows * n * 2 * (k // tile.m)
 
 
 REMOTE = {

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_cases import by_experts, expert_layer, mesh_of
 
 from meshpar_kernels import RoutePlan, expert_combine, expert_dispatch, grouped_matmul, ragged_all_to_all, route
+from meshpar_kernels.dispatch.gpu import unsupported
 
 A, T, K, E, H = 8, 6, 2, 16, 4  # devices, tokens of each, choices, experts, width
 R = np.random.default_rng(0)
@@ -197,6 +198,17 @@ def test_bad_dispatch(change, says):
 
     with pytest.raises(ValueError, match=says):
         on_devices(one)(X, X, X, X)
+
+
+def test_what_the_gpu_kernel_refuses():
+    pytest.importorskip("absl", reason="jax.experimental.pallas.mosaic_gpu needs absl-py")
+    assert unsupported(jnp.bfloat16, 7168, 8) == ()
+    assert [*unsupported(jnp.dtype(jnp.int8), 100, 16)] == [
+        "the rows are int8; the kernel takes float32, bfloat16, float16 and int32",
+        "a row has 100 elements, which must be a multiple of 128",
+        "16 devices: NVLink joins at most 8 in one machine",
+    ]
+    assert "more than 200 KiB of shared memory" in unsupported(jnp.float32, 1 << 14, 2)[0]
 
 
 def test_bad_combine():

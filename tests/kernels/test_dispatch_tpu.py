@@ -28,8 +28,8 @@ def on_devices(f, arguments, results, names=("a", "b")):
     return jax.jit(jax.shard_map(f, in_specs=(spec,) * arguments, out_specs=(spec,) * results, **how))
 
 
-def simulated(run, *args, mode="on_wait", seed=0):
-    with race_detection(dma_execution_mode=mode, random_seed=seed):
+def simulated(run, *args, mode="on_wait"):
+    with race_detection(dma_execution_mode=mode, random_seed=0):
         return jax.tree.map(np.asarray, jax.block_until_ready(run(*args)))
 
 
@@ -75,25 +75,23 @@ def ints(*arrays):
     return [np.asarray(a, np.int32) for a in arrays]
 
 
-@pytest.mark.parametrize(("mode", "blocks"), [("on_wait", "whole"), ("eager", "small")])
-def test_ragged_all_to_all(mode, blocks, monkeypatch):
+def test_ragged_all_to_all(monkeypatch):
     """Runs of none, one and several blocks, and what remains of them."""
-    if blocks == "small":
-        monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * H * 4)
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", 4 * H * 4)
     operand, output = draw(A * N, H), draw(A * M, H, seed=1)
-    start, size, target = random_runs(2, 10 if blocks == "whole" else 12)
+    start, size, target = random_runs(2, 12)
     run = on_devices(exchange, 6, 2)
-    got, dropped = simulated(run, operand, output, *ints(start, size, target, size.T), mode=mode)
+    got, dropped = simulated(run, operand, output, *ints(start, size, target, size.T), mode="eager")
     want, _ = expected(operand, output, start, size, target)
     np.testing.assert_array_equal(got, want)
     assert not dropped.any()
 
 
-@pytest.mark.parametrize(("names", "seed"), [(("b",), 2), (("b", "a"), 1)])
-def test_over_some_of_the_axes_in_any_order(names, seed):
-    """Bit for bit the definition by gathering everything."""
+@pytest.mark.parametrize("names", [("b",), ("b", "a")])
+def test_over_some_of_the_axes_in_any_order(names):
+    """Equal to the definition by gathering everything."""
     operand, output = draw(A * N, 2, 128, dtype=jnp.bfloat16), draw(A * M, 2, 128, dtype=jnp.bfloat16, seed=1)
-    start, size, target = random_runs(seed, 9)
+    start, size, target = random_runs(1, 9)
     group = 2 ** len(names)
 
     def both(operand, output, start, size, target):
@@ -103,7 +101,7 @@ def test_over_some_of_the_axes_in_any_order(names, seed):
             for i in ("pallas", "reference")
         )
 
-    got, want = simulated(on_devices(both, 5, 2), operand, output, *ints(start, size, target), seed=seed)
+    got, want = simulated(on_devices(both, 5, 2), operand, output, *ints(start, size, target))
     np.testing.assert_array_equal(got, want)
     assert (want != output).any()
 
@@ -199,25 +197,6 @@ def test_to_the_experts_and_back(load, rows, rounds, carried, mode):
     np.testing.assert_array_equal(dropped[:, -1], [max(T - rows * rounds, 0) if load == "single" else 0] * A)
 
 
-def test_gradients_of_the_layer_are_those_of_the_padded_exchange():
-    rows = 11
-    expert, read = LOADS["uneven"].astype(np.int32), draw(A * T, H, seed=7)
-    x, weight = draw(A * T, H), draw(A * T, K, seed=1)
-
-    def pull(x, expert, weight, matrices, read, *, exchange):
-        def f(x, weight, matrices):
-            return layer(x, expert, weight, matrices, rows=rows, exchange=exchange)[0]
-
-        return jax.vjp(f, x, weight, matrices)[1](read)
-
-    arguments = x, expert, weight, MATRICES, read
-    got = simulated(on_devices(functools.partial(pull, exchange="pallas"), 5, 3), *arguments)
-    want = on_devices(functools.partial(pull, exchange=None), 5, 3)(*arguments)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
-        assert abs(one).max() > 0.1
-
-
 # -- what it refuses, and how it is traced
 
 
@@ -264,17 +243,6 @@ def test_types_of_what_varies_are_kept():
         return jax.grad(lambda w: one_run(jnp.broadcast_to(w, x.shape), "pallas_tpu").sum())(jnp.ones(128)) + x
 
     assert trace(same, jax.ShapeDtypeStruct((64, 128), "f")).shape == (64, 128)
-
-
-def test_one_device_sends_nothing():
-    mesh = abstract_mesh((1,), ("a",))
-
-    def one(x):
-        size = jnp.full(1, 2, jnp.int32)
-        return ragged_all_to_all(x, x, 0 * size, size, size, size, axis_name="a", implementation="pallas")[0]
-
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=P("a"), out_specs=P("a"))
-    assert "pallas_call" not in str(jax.make_jaxpr(mapped)(jnp.ones((8, 128))))
 
 
 def test_every_set_of_axes_has_a_barrier_of_its_own():

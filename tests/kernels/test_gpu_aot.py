@@ -27,11 +27,11 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-def run_program(program: str, target: str, *arguments: str) -> tuple[str, dict[str, int]]:
+def run_program(program: str, target: str) -> tuple[str, dict[str, int]]:
     """What a program prints after "RESULT ", and what the assembler says; it gets the path of the target's description."""
     config = ROOT / "meshpar" / "_src" / "hardware" / "targets" / f"{gpu.TARGETS[target]}.txtpb"
     environment = gpu.compile_environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", program, str(config), *arguments]
+    command = [sys.executable, "-c", program, str(config)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     (printed,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
@@ -40,6 +40,7 @@ def run_program(program: str, target: str, *arguments: str) -> tuple[str, dict[s
 
 MULTIPROCESSORS = {"sm_90a": 132, "sm_100a": 148}
 TARGETS = [*MULTIPROCESSORS]
+slow = pytest.mark.slow
 SHAPES = ("mixtral-8x7b-up", "mixtral-8x7b-down", "deepseek-v3-up", "deepseek-v3-down")
 
 
@@ -48,7 +49,7 @@ SHAPES = ("mixtral-8x7b-up", "mixtral-8x7b-down", "deepseek-v3-up", "deepseek-v3
     ("shape", "target"),
     [
         *(("g64", target) for target in TARGETS),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in covering.each(SHAPES, [*TARGETS, *TARGETS[::-1]])),
+        *(pytest.param(*case, marks=slow) for case in covering.each(SHAPES[::3], TARGETS)),
     ],
 )
 def test_grouped_matmul_spills_nothing_and_needs_no_memory(shape, target):
@@ -57,20 +58,13 @@ def test_grouped_matmul_spills_nothing_and_needs_no_memory(shape, target):
         assert_compiled_well(gpu.compile_facts(kernel, shape, target), 1 << 20, MULTIPROCESSORS[target])
 
 
-slow = pytest.mark.slow
-
-
 @needs_cuda
 @pytest.mark.parametrize(
     ("kernel", "form", "target"),
     [
         ("forward", "cluster", "sm_90a"),
-        pytest.param("d lhs", "cluster", "sm_90a", marks=slow),
-        pytest.param("d rhs", "cluster", "sm_90a", marks=slow),
-        pytest.param("d rhs", "ping-pong", "sm_90a", marks=slow),
         ("d rhs", "ping-pong, cluster", "sm_90a"),
         ("forward", "cluster", "sm_100a"),
-        pytest.param("d lhs", "cluster", "sm_100a", marks=slow),
         ("d rhs", "cluster", "sm_100a"),
     ],
 )
@@ -111,43 +105,21 @@ def test_fused_matmuls_over_nvlink_do_not_spill_and_have_one_receive_buffer(kern
 
 
 @needs_cuda
-@pytest.mark.parametrize("model", ["mixtral-8x7b", "deepseek-v3"])
-def test_routing_has_no_large_temporary(model):
-    """`route` beyond its logits; the kernel of `permute` and `combine`, given its rows, none."""
-    from meshpar_kernels.shapes import MODELS
-
-    logits = 8192 * MODELS[model].experts * 4
-    assert gpu.compile_facts("route", model, "sm_90a")["temp"] <= max(logits // 8, 64 << 10)
-    for kernel in ("permute", "combine"):
-        facts = gpu.compile_facts(kernel, model, "sm_90a")
-        assert facts["temp"] == 0
-        assert facts.get("spills", 0) == 0
-
-
-CUDNN = """
-import sys, jax, jax.numpy as jnp
-from jax.experimental import topologies
-from meshpar_kernels import ring_attention
-device = topologies.get_topology_desc("", platform="cuda", target_config=open(sys.argv[1]).read(), topology="1x1x1").devices[0]
-where = jax.sharding.SingleDeviceSharding(device)
-q, k = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16, sharding=where) for heads in (32, 8))
-def step(q, k, v):
-    return jax.value_and_grad(lambda *x: ring_attention(*x, None, causal=True).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
-compiled = jax.jit(step).lower(q, k, k).compile()
-text = compiled.as_text()
-print("RESULT", text.count('"__cudnn$fmhaSoftmax"'), text.count('"__cudnn$fmhaSoftmaxBackward"'), text.count(" while("),
-      compiled.memory_analysis().temp_size_in_bytes)
-"""
-
-
-@needs_cuda
-@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
-def test_attention_is_two_calls_of_cudnn_and_holds_no_scores(target):
-    """A causal step of 8192 tokens with shared K/V heads; the calls' own plans are made where there is a GPU."""
-    printed, _ = run_program(CUDNN, target)
-    forward, backward, loops, temp = map(int, printed.split())
-    assert (forward, backward, loops) == (1, 1, 0)
-    assert temp < 4 * 8192 * 32 * 128 * 4  # the result and the gradients in float32, and no 8192 by 8192
+@slow
+@pytest.mark.parametrize(
+    ("kernel", "shape", "target"),
+    [
+        ("scaled", "deepseek-v3-up", "sm_90a"),
+        ("exchange", "deepseek-v3", "sm_90a"),
+        ("route", "deepseek-v3", "sm_90a"),
+        ("permute", "mixtral-8x7b", "sm_90a"),
+    ],
+)
+def test_other_kernels_spill_nothing(kernel, shape, target):
+    facts = gpu.compile_facts(kernel, shape, target)
+    assert facts.get("spills", 0) == 0, facts
+    assert not facts.get("serialized"), facts
+    assert facts.get("spare registers", 0) >= 0, facts
 
 
 def test_what_the_assembler_says_is_read():
@@ -189,16 +161,3 @@ def test_blocks_that_a_multiprocessor_holds():
     assert gpu.resident_blocks(32, 128, 114 << 10) == 1
     assert gpu.resident_blocks(32, 1024, 0) == 2
     assert gpu.resident_blocks(16, 32, 0) == 32
-
-
-def test_a_process_that_dies_or_hangs_is_a_reason(tmp_path, monkeypatch):
-    script = tmp_path / "dies.py"
-    script.write_text(
-        "import sys, time\nprint('ROW {\"name\": \"a\"}', flush=True)\nif sys.argv[1] == 'hang':\n"
-        "    time.sleep(60)\nsys.exit('illegal memory access')\n"
-    )
-    monkeypatch.setattr(gpu, "__file__", str(script))
-    rows, text = gpu.run_process(["die"], {}, 20)
-    assert rows == [{"name": "a"}]
-    assert gpu.reason(text) == "illegal memory access | exit 1"
-    assert "took longer than 0.5 s" in gpu.run_process(["hang"], {}, 0.5)[1]

@@ -12,7 +12,6 @@ from jax.test_util import check_grads
 from kernel_cases import RNG, SIZES, quantized
 
 from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, warn_about_group_sizes
-from meshpar_kernels.grouped_matmul import schedule, tpu_tiles
 
 M, K, N, G = 40, 12, 10, 4
 IMPLEMENTATIONS = ["reference", "xla"]
@@ -271,23 +270,6 @@ def test_under_shard_map_the_weights_gradient_is_summed(mesh):
 
     got, want = grads(sharded), grads(whole)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
-
-
-def test_work_done_is_close_to_the_work_asked_for():
-    """Rows multiplied by the TPU kernel's tiles and pieces of bfloat16, over the rows there are."""
-
-    def executed(sizes, rows):
-        return schedule.executed_rows(sizes, rows, 512, tpu_tiles.ROW_CHUNKS, tpu_tiles.pack(2))
-
-    assert executed([2048] * 8, 16384) == 16384
-    assert executed([128] * 64, 8192) == 8192
-    rng = np.random.default_rng(0)
-    share = rng.dirichlet(np.full(8, 5.0))
-    sizes = np.floor(share * 16384).astype(int).tolist()
-    assert executed(sizes, 16384) <= 1.03 * 16384
-    # 128 rows to a group on average: 16 rows at nearly every border are multiplied twice
-    sizes = rng.multinomial(8192, np.full(64, 1 / 64)).tolist()
-    assert executed(sizes, 8192) <= 1.15 * 8192
 
 
 @pytest.mark.parametrize("case", ["pair", "indices", "rows", "transpose"])

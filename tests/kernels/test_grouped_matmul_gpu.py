@@ -6,12 +6,9 @@ import kernel_oracle as oracle
 import numpy as np
 import pytest
 from interpreters import gpu_race_detection, has_gpu_interpreter
-from kernel_cases import SIZES, lowered, mesh_of, near
+from kernel_cases import lowered, mesh_of, near
 
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
-from meshpar_kernels.grouped_matmul import gpu, schedule
-from meshpar_kernels.grouped_matmul.gpu_tiles import Tile
-from meshpar_kernels.tuning import MatmulKey
 
 RNG = np.random.default_rng(4)
 M, K, N, G = 200, 64, 192, 4
@@ -79,26 +76,6 @@ def test_transpose(architecture, monkeypatch):
     np.testing.assert_array_equal(np.asarray(got[1], np.float32), 0)
 
 
-@pytest.mark.parametrize("rows", [40, 200])
-@pytest.mark.parametrize("name", SIZES)
-def test_spans_meet_every_row_once(name, rows):
-    """Also that no visit leaves the array or mixes groups, and that each begins where a copy may."""
-    tile = 16
-    bounds = schedule.group_bounds(jnp.asarray(SIZES[name]), rows, None, G)
-    spans = schedule.span_tile_steps(bounds, rows, tile)
-    number = int(spans.number[0])
-    assert number <= spans.first.shape[0] == -(-(rows + 7 * (G + 1)) // tile) + G + 1
-    group = oracle.group_of_row(SIZES[name], rows)
-    met = np.zeros(rows, int)
-    for first, low, high, g, live in zip(*(np.asarray(x)[:number] for x in spans[:5]), strict=True):
-        assert 0 <= first <= rows - tile
-        assert first % 8 == 0
-        assert 0 <= low < high <= tile
-        met[first + low : first + high] += 1
-        assert (group[first + low : first + high] == (g if live else -1)).all()
-    np.testing.assert_array_equal(met, 1)
-
-
 @pytest.mark.parametrize(("k", "n"), [(1440, 720), (12, 64)])
 def test_misaligned_sizes_take_the_kernel(k, n):
     """720: no multiple of a tile's columns."""
@@ -110,18 +87,6 @@ def test_misaligned_sizes_take_the_kernel(k, n):
     text = lowered(gradients, *arguments)
     assert "mosaic_gpu" in text
     assert "stablehlo.while" not in text
-
-
-def test_tiles():
-    def sizes(n, op="grouped_matmul", **more):
-        return MatmulKey(op, M, K, n, G, **more)
-
-    assert gpu.make_tile(gpu.with_tile(Config(), sizes(2048)), 2, sizes(2048)) == Tile(128, 256, 64, 4)
-    assert gpu.with_tile(Config(), sizes(1408)).tile == (128, 64, 256)  # 9 % of empty columns
-    assert gpu.with_tile(Config(), sizes(384)).tile == (128, 64, 128)
-    assert gpu.with_tile(Config(), sizes(2048, matrices=2)).tile == (128, 64, 128)
-    transpose = sizes(2048, "grouped_matmul_transpose")
-    assert gpu.with_tile(Config(pingpong=True), transpose).tile == (64, 128, 128)
 
 
 def refuses(words, *, dtype=BF16, k=K, out_dtype=None, **config):

@@ -17,21 +17,16 @@ def worker():
         yield worker
 
 
-def test_one_process_answers_all_calls(worker):
+def test_one_process_answers_all_calls_also_after_exceptions(worker):
     first = worker.call({"how": "return", "count": [1, 2]}, limit=60)
     assert first["count"] == [1, 2]
     assert first["pid"] != os.getpid()
-    assert worker.call({"how": "return"}, limit=60)["pid"] == first["pid"]
-
-
-def test_an_exception_keeps_the_process(worker):
-    pid = worker.call({"how": "return"}, limit=60)["pid"]
     with pytest.raises(WorkerError, match="no kernel for this shape") as refused:
         worker.call({"how": "refuse"}, limit=60)
     with pytest.raises(WorkerError, match="ValueError: bad value") as failed:
         worker.call({"how": "raise"}, limit=60)
     assert (refused.value.status, failed.value.status) == ("refused", "failed")
-    assert worker.call({"how": "return"}, limit=60)["pid"] == pid
+    assert worker.call({"how": "return"}, limit=60)["pid"] == first["pid"]
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,11 @@ def sharded(fn, **options):
         lambda f: jax.grad(lambda w, x: f(jnp.sin(w), x * 2) + f(w, x) ** 2),
         lambda f: jax.grad(lambda w, x: (jax.grad(f)(w, x) ** 2).sum()),
         jax.jacfwd,
-        lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
         lambda f: jax.grad(jax.checkpoint(f)),
         lambda f: lambda w, x: jax.lax.scan(lambda c, _: (c - 0.1 * jax.grad(f)(c, x), f(c, x)), w, None, length=3),
         lambda f: lambda w, x: jax.vmap(jax.grad(f), (0, None))(jnp.stack([w, 2 * w, w - 1]), x),  # an ensemble
     ],
-    ids=["grad", "both arguments, jit", "inside", "grad of grad", "jacfwd", "linearize", "checkpoint", "loop", "vmap"],
+    ids=["grad", "both arguments, jit", "inside", "grad of grad", "jacfwd", "checkpoint", "loop", "vmap"],
 )
 def test_it_is_differentiated_as_any_function(ask):
     assert_same(ask(sharded_loss())(W, X), jax.jit(ask(loss))(W, X))
@@ -114,11 +113,10 @@ def volatility(x):
     return jnp.log(x[1:] / x[:-1]).std()
 
 
-@pytest.mark.parametrize("lowering", ["shard_map", "jit"])
-def test_layers_of_a_pipeline_that_are_not_differentiable_at_zero(lowering):
+def test_layers_of_a_pipeline_that_are_not_differentiable_at_zero():
     p, x = (jnp.asarray(RNG.normal(size=s), jnp.float32) for s in ((4, 4, 4), (16, 4)))
     dims = {"p": "layers embed _", "x": "batch embed"}
-    run = mp.jit(pipeline, mesh="stage=2, x=4", layout="layers: stage", dims=dims, lowering=lowering)
+    run = mp.jit(pipeline, mesh="stage=2, x=4", layout="layers: stage", dims=dims)
     assert run.plan(p, x).pipelines
     assert_same(jax.value_and_grad(run, (0, 1))(p, x), jax.jit(jax.value_and_grad(pipeline, (0, 1)))(p, x))
 
@@ -130,12 +128,11 @@ def test_layers_of_a_pipeline_that_are_not_differentiable_at_zero(lowering):
         [
             lambda f: jax.jit(jax.grad(f)),
             lambda f: lambda x: jax.jvp(f, (x,), (x,)),
-            jax.hessian,
             lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
             lambda f: jax.grad(lambda x: f(jnp.exp(x)) ** 2),
         ],
     ),
-    ids=["jit", "jvp", "hessian", "vmap", "within"],
+    ids=["jit", "jvp", "vmap", "within"],
 )
 def test_padded_rows_of_functions_that_are_not_differentiable_at_zero(ask, lowering):
     x = jnp.asarray(RNG.uniform(0.5, 2.0, (8, 4)), jnp.float32)
@@ -179,21 +176,6 @@ def test_through_rematerialised_bodies():
     assert_derivatives(f, W, V, X)
 
 
-def test_through_a_kernel_with_a_small_result():
-    @jax.custom_vjp
-    def scaled(x):
-        return x * 2, x.sum(1)
-
-    scaled.defvjp(lambda x: (scaled(x), None), lambda _, g: (2 * g[0] + g[1][:, None],))
-    kernel = mp.kernel_rule("rows cols! -> rows cols!, rows")(scaled)
-
-    def f(x):
-        y, total = kernel(x)
-        return jnp.tanh(y) * total[:, None]
-
-    assert_derivatives(f, exact(8, 16), layouts=["batch: data"], dims={"x": "batch _"}, forward=False)
-
-
 # -- extrema
 
 
@@ -203,15 +185,6 @@ def test_an_extremum_over_a_split_dim_shares_its_cotangent_among_ties():
         return y.max(0), y.min((0, 1)), y.max(1).T, jax.nn.softmax(y, 0), jax.nn.logsumexp(y, 1), abs(y).max()
 
     assert_derivatives(f, W, X)
-
-
-def test_an_extremum_that_is_reduced_after_a_reshape():
-    def f(x):
-        y = x.max(0).reshape(2, 4)
-        z, w = lax.optimization_barrier((x.min(0), x[0]))
-        return mp.named(y, "rows _").T, jnp.stack([z, w]), jnp.tanh(y).sum()
-
-    assert_derivatives(f, exact(8, 8), layouts=["batch: data"], dims={"x": "batch _"})
 
 
 def test_an_extremum_that_leaves_a_rematerialised_body_is_reduced_in_it():
@@ -226,11 +199,10 @@ def test_an_extremum_that_leaves_a_rematerialised_body_is_reduced_in_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reverse", [False, True])
-def test_the_cotangent_of_a_running_extremum_over_a_sharded_dim(reverse):
+def test_the_cotangent_of_a_running_extremum_over_a_sharded_dim():
     def f(x):
         y = jnp.concatenate([x, x])
-        return lax.cummax(y, 0, reverse=reverse), lax.cummin(y, 1)
+        return lax.cummax(y, 0, reverse=True), lax.cummin(y, 1)
 
     assert_derivatives(f, exact(8, 8), layouts=["batch: data+model"], dims={"x": "batch _"})
 

@@ -74,16 +74,6 @@ def test_an_explicit_spec_overrides_the_claims():
     assert moved[0].axes == ("data",)
 
 
-def test_a_renamed_dim_is_gathered_where_it_is_renamed():
-    def fn(x):
-        return jnp.tanh(mp.rename(x, a="c")).sum()
-
-    step = mp.jit(fn, mesh="data=8", layout="a: data", dims={"x": "a b"}, lowering="jit")
-    x = normal(8, 16)
-    assert [c.op for c in step.plan(x).collectives] == ["all-gather"]
-    assert step.lower(x).compile().as_text().count(" all-gather(") == 1
-
-
 def test_state_is_born_sharded():
     """No device holds more than its shard: the peak of live bytes of `mp.init` stays below the whole state."""
     sizes = {"w": (64, 512, 64), "v": (64, 64, 512)}
@@ -123,20 +113,6 @@ def test_starts_out_of_bounds(start):
         run = mp.jit(step, mesh="x=4, y=2", layout="a: y", dims={"x": "a"}, lowering=lowering)
         for got, want in zip(run(x, np.int32(start)), step(x, np.int32(start)), strict=True):
             np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.filterwarnings("ignore::meshpar.errors.JoinWarning")
-def test_gradient_of_a_window_over_a_concatenation():
-    x = (RNG.integers(-8, 9, (6, 4, 4)) / 4).astype(np.float32)
-
-    def step(x):
-        def loss(x):
-            y = lax.reduce_window(jnp.concatenate([x, x], 2), -np.inf, lax.max, (3, 1, 2), (3, 1, 1), "VALID")
-            return (jnp.einsum("abc,kcl->lcabk", x, y) ** 2).sum()
-
-        return jax.value_and_grad(loss)(x)
-
-    assert_same(step, (x,), "x=2, y=2, idle=2", "f: x+y", {"x": "_ c f"})
 
 
 def test_a_convolution_that_the_plan_leaves_unsharded():
@@ -196,58 +172,5 @@ def test_what_is_gathered_is_what_the_plan_gathers_and_not_what_it_is_made_of():
     assert gathered == ["s8"]
 
 
-def test_what_a_loop_only_reads_is_gathered_once_before_it():
-    def fn(x, w):
-        h = jnp.tanh(x)
-        return lax.scan(lambda total, part: (total + jnp.sum(jnp.tanh(h @ part)), None), 0.0, w)[0]
-
-    args = normal(4, 8, 16), normal(3, 16, 32)
-    dims = {"x": "batch seq embed", "w": "_ embed mlp"}
-    layout = "batch: data; mlp: model; seq: model"
-    assert_same(fn, args, "data=2, model=4", layout, dims)
-    step = mp.jit(fn, mesh="data=2, model=4", layout=layout, dims=dims, lowering="jit")
-    assert [c.count for c in step.plan(*args).collectives if c.op == "all-gather"] == [1]
-    before, _, _ = step.lower(*args).as_text().partition("stablehlo.while")
-    assert '[{"data"}, {}, {}]' in before
-
-
-PARTIAL = {
-    "sum": lambda x: x.sum(0),
-    "matmul": lambda x: jnp.einsum("da,d->a", x, x[:, 0]),
-    "prod": lambda x: jnp.prod(1 + 0.25 * x, 0),
-    "max": lambda x: x.max(0),
-    "xor": lambda x: lax.reduce(x.astype(jnp.int32), np.int32(0), lax.bitwise_xor, (0,)),
-}
 """Functions whose result is partial if dim 0 is sharded."""
-AFTER = {
-    "cumsum": jnp.cumsum,
-    "reverse cumsum": lambda y: lax.cumsum(y, 0, reverse=True),
-    "cummax": lax.cummax,
-    "flip": jnp.flip,
-    "roll": lambda y: jnp.roll(y, 3),
-    "interior padding": lambda y: lax.pad(y, y.dtype.type(0), [(0, 1, 1)]),
-    "concatenate": lambda y: jnp.concatenate([y, y[:4]]),
-    "window": lambda y: lax.reduce_window(y, y.dtype.type(0), lax.add, (3,), (1,), "SAME"),
-    "sort": jnp.sort,
-    "convolution": lambda y: jnp.convolve(y.astype(jnp.float32), np.ones(3, np.float32), "same"),
-    "scatter": lambda y: jnp.zeros(8, y.dtype).at[jnp.array([3, 1, 7, 0, 1, 1, 2, 6])].add(y),
-    "update": lambda y: lax.dynamic_update_slice(jnp.zeros(12, y.dtype), y, (jnp.asarray(3),)),
-}
 """Ops of which some, but not all, are run under a ``shard_map`` where their operand is stored sharded."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout", "lowering"),
-    covering.each(PARTIAL, ["d, a: x", "d: x+y; a: x", "d: y; a: x"], ["jit", "shard_map"]),
-)
-def test_ops_of_partial_values(kind, layout, lowering):
-    """A reduction is not repeated for an op that gets a partial operand in the plan and a complete one in this lowering."""
-
-    def fn(x):
-        return [op(PARTIAL[kind](x)) for op in AFTER.values()]
-
-    x = normal(16, 8)
-    want = jax.jit(fn)(x)
-    got = mp.jit(fn, mesh="x=4, y=2", layout=layout, dims={"x": "d a"}, lowering=lowering)(x)
-    for name, have, expected in zip(AFTER, got, want, strict=True):
-        np.testing.assert_allclose(have, expected, rtol=1e-4, atol=1e-4, err_msg=name)

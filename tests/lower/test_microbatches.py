@@ -49,24 +49,3 @@ def test_every_device_does_its_share_of_every_microbatch(count, layout, lowering
     compiled = sharded.lower(p, x).compile().cost_analysis()["flops"]  # a loop's body counts once
     assert matmul_flops <= compiled < 1.5 * matmul_flops + 3e5
     assert_close(sharded(p, x), jax.jit(step)(p, x), 1e-7, 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "layout", "lowering"),
-    [("data=8", "batch: data", "jit"), ("replica=2, data=4", "batch: replica+data", "shard_map")],
-)
-def test_parts_that_are_vmapped_over_and_fewer_than_devices_are_split_inside(mesh, layout, lowering):
-    """The gradient of each of four parts: a device does an eighth of every part."""
-    r = np.random.default_rng(0)
-    x, w = normal(r, 256, 64), normal(r, 64, 64)
-
-    def step(x, w):
-        norm = lambda x: jnp.mean(jnp.square(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w / 8) ** 2))(w)))  # noqa: E731
-        return jax.vmap(norm)(x.reshape(4, -1, 64))
-
-    dims = {"x": "batch embed", "w": "embed mlp"}
-    sharded = mp.jit(step, mesh=mesh, layout=layout, dims=dims, lowering=lowering)
-    matmul_flops = 2 * 2 * 256 * 64 * 64 / 8
-    assert matmul_flops <= sharded.lower(x, w).compile().cost_analysis()["flops"] < 1.5 * matmul_flops
-    assert sum(c.bytes for c in sharded.plan(x, w).collectives if c.op == "all-gather") == 0
-    np.testing.assert_allclose(sharded(x, w), jax.jit(step)(x, w), rtol=1e-5)

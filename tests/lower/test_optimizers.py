@@ -81,18 +81,3 @@ def test_states_are_sharded_like_the_parameters_and_a_second_step_is_that_of_one
         if "opt." not in layout:
             assert {v.spec for v in moments} == {specs["state/params/up"]}
         assert optimizers.share_of_state(plan) < (1.01 if layout != optimizers.TENSOR else 1.5)
-
-
-def test_dion_is_an_orthonormal_update_of_low_rank_with_error_feedback():
-    """Ahn et al., *Dion: Distributed Orthonormalized Updates*, algorithm 1, in NumPy on one matrix."""
-    rank, g, tx = 3, normal(1, 8, 12), optimizers.dion(0.1, rank=3, momentum=0.9)
-    state = tx.init({"w": g})
-    for _ in range(3):
-        b = np.float64(state.mu["w"][0] + g[0]).T
-        p = np.linalg.qr(b @ np.float64(state.factor["w"][0]))[0]
-        r = b.T @ p
-        q = r / np.linalg.norm(r, axis=0)
-        updates, state = tx.update({"w": g}, state)
-        np.testing.assert_allclose(updates["w"][0].T, -0.1 * (12 / 8) ** 0.5 * p @ q.T, atol=1e-5)
-        np.testing.assert_allclose(state.mu["w"][0].T, b - 0.1 * p @ r.T, atol=1e-5)
-        assert np.linalg.matrix_rank(updates["w"][0], tol=1e-5) == rank

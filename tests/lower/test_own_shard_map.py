@@ -190,45 +190,6 @@ def test_one_inside_another_needs_the_jit_lowering():
         run("shard_map")
 
 
-def test_its_matmuls_count_once_for_every_device():
-    def step(w, x):
-        return mapped(megatron, SPECS, P("data"))(x, w["up"], w["down"])
-
-    options = {"mesh": MESH, "topology": "v5e:2x4", "layout": LAYOUT, "dims": DIMS}
-    plain = mp.plan(lambda w, x: jax.nn.gelu(x @ w["up"]) @ w["down"], W, X, **options)
-    assert mp.plan(step, W, X, **options).time.model_flops == plain.time.model_flops == 2 * 2 * 8 * 16 * 32
-
-
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-def test_a_vmapped_while_loop_with_a_collective_in_its_body(lowering):
-    """Each row is doubled, plus its number of devices, until its sum is 100."""
-
-    def doubled(row):
-        return lax.while_loop(lambda r: r.sum() < 100, lambda r: 2 * r + lax.psum(1.0, "data"), row)
-
-    x = np.arange(1, 65, dtype=np.float32).reshape(16, 4)
-    own = mapped(jax.vmap(doubled), P("data"), P("data"))
-    got = mp.jit(lambda x: own(x), mesh=MESH, layout="batch: data", dims={"x": "batch _"}, lowering=lowering)(x)
-    want = x.copy()
-    for row in want:
-        while row.sum() < 100:
-            row *= 2
-            row += 4
-    np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("lowering", ["jit", "shard_map"])
-def test_a_vmap_in_the_body_with_an_axis_of_its_own(lowering):
-    def body(x):
-        return jax.vmap(lambda row: row - lax.pmean(row, ("rows", "data")), axis_name="rows")(x)
-
-    own = mapped(body, P("data"), P("data"), check_vma=False)
-    run = mp.jit(own, mesh=MESH, layout="batch: data", dims={"x": "batch embed"}, lowering=lowering)
-    close(run(X), X - X.mean(0))
-    (sent,) = run.plan(X).collectives
-    assert (sent.op, sent.shape) == ("all-reduce", (16,))
-
-
 @pytest.mark.parametrize(
     ("out_spec", "sent"),
     [(P("data"), []), (P("model"), ["collective-permute"])],  # the result is stored over `data`

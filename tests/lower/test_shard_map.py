@@ -210,33 +210,6 @@ def test_scatters_are_made_as_the_plan_says(algorithm, topology):
     assert ["".join(eqn.params["axis_name"])[-1] for eqn in scatters] == [*order] * 2
 
 
-def test_a_reduce_scatter_has_no_dim_of_size_one_before_the_one_that_is_scattered():
-    """An expert's gradient on the device that has this one alone: with that dim the TPU compiler makes an all-reduce of it."""
-
-    def step(w, x):
-        value, grad = jax.value_and_grad(lambda w: (jnp.einsum("bxe,xem->bxm", x, w) ** 2).sum())(w)
-        return w - 0.01 * grad, value
-
-    w, x = normal(2, 8, 16), normal(8, 2, 8)
-    dims = {"w": "expert embed mlp", "x": "batch expert embed"}
-    kinds = {"layout": "expert: model; batch: data; embed: data", "dims": dims}
-    assert_sends_the_plan(step, w, x, **kinds)
-    _, jaxpr = lowered(step, w, x, **kinds)
-    made = [(e.invars[0].aval.shape, e.params["scatter_dimension"]) for e in of_kind(jaxpr, "reduce_scatter")]
-    assert made == [((8, 16), 0)]
-    same(step, w, x, meshes=["data=4, model=2"], **kinds)
-
-
-def test_several_inputs_all_of_them_empty():
-    def step(x, y, z, keys):
-        return x.sum(1), y.sum(1), jnp.concatenate([z, jnp.ones((0, 2))], 1), y * 2, jax.random.key_data(keys)
-
-    x, y, keys = np.ones((8, 0), np.float32), np.ones((0, 4), np.float32), jax.random.split(jax.random.key(0), (8, 0))
-    dims = {"x": "rows _", "keys": "rows _"}
-    run = mp.jit(step, mesh="data=8", layout="rows: data", dims=dims, lowering="shard_map")
-    assert_close(run(x, y, y, keys), step(x, y, y, keys), 2e-5, 2e-5)
-
-
 # -- callbacks
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from arrays import bf16, weights
+from arrays import weights
 from jax.sharding import AbstractMesh, AxisType
-from lowered import equations, jaxpr_of, of_kind
+from lowered import jaxpr_of, of_kind
 from same_results import assert_close
 
 import meshpar as mp
@@ -67,43 +67,7 @@ def test_the_scattered_dim_is_the_first_one():
     assert scattered_dims(mp.mesh("data=8")) == [0] * 5
 
 
-def test_a_reshape_of_a_sum_of_two_matmuls():
-    """What is transposed, added up and reshaped before it is reduced; of two results of one op, each."""
-
-    def fn(x, w):
-        y, z = jax.lax.optimization_barrier(((x.T @ w).T, x.sum(0)))
-        return (y + (w.T @ x)).reshape(2, -1, y.shape[1]), z, (x.T @ w).T.T
-
-    x, w = normal(16, 8), normal(16, 24)
-    run = mp.jit(fn, mesh="data=8", layout="batch: data", dims={"*": "batch _"}, lowering="shard_map")
-    assert_close(run(x, w), fn(x, w), 1e-5, 1e-5)
-
-
 def test_other_compilers_get_sums_as_they_are():
     """Where the weights have `embed`: first, second or third."""
     mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     assert scattered_dims(mesh) == [0, 0, 1, 1, 2]
-
-
-@pytest.mark.parametrize(("overlap", "made"), [("auto", "dot_general"), ("xla", "transpose")])
-@pytest.mark.parametrize(
-    ("weight", "equation", "shape"),
-    [
-        ("query", "be,ehd->bhd", (4096, 32, 128)),
-        ("out", "bhd,hde->be", (32, 128, 4096)),
-        ("up", "be,em->bm", (4096, 4096)),
-    ],
-)
-def test_a_matmul_before_an_all_reduce_on_tpus_leaves_nothing_to_transpose(overlap, made, weight, equation, shape):
-    dims = {"w": DIMS[f"state/{weight}"], "x": "batch heads head_dim" if weight == "out" else "batch embed"}
-
-    def gradient(w, x):
-        return jax.grad(lambda w: jnp.tanh(jnp.einsum(equation, x, w)).astype(jnp.float32).sum())(w)
-
-    args = bf16(*shape), bf16(2**19, *(shape[:-1] if weight == "out" else shape[:1]))
-    options = {"mesh": "data=128", "topology": "v5p:4x4x8", "layout": FSDP, "dims": dims}
-    plan = mp.plan(gradient, *args, overlap=overlap, lowering="shard_map", **options)
-    jaxpr = jaxpr_of(plan, AbstractMesh((128,), ("data",), axis_types=(AxisType.Auto,)))
-    maker = {var: eqn for eqn, _ in equations(jaxpr) for var in eqn.outvars}
-    sums = of_kind(jaxpr, "psum") + of_kind(jaxpr, "reduce_scatter")
-    assert [maker[eqn.invars[0]].primitive.name for eqn in sums[:1]] == [made]

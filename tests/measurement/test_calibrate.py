@@ -13,7 +13,7 @@ from flax import nnx
 
 import meshpar as mp
 from meshpar._src.hardware.calibration import JAXLIB, Calibration
-from meshpar._src.measurement import CalibrationResult, CalibrationRow, Candidate, calibrate, request_as_measured
+from meshpar._src.measurement import Candidate, calibrate, request_as_measured
 from meshpar._src.passes import replan
 
 OPTIMIZER = optax.adam(1e-2)
@@ -203,10 +203,3 @@ def test_what_jit_returned_and_pairs_and_searches():
 def test_bad_input(options, error, says):
     with pytest.raises(error, match=says):
         mp.hardware.calibrate(train_step, *arguments(), dims=DIMS, **{"mesh": MESH, **options})
-
-
-def test_an_empty_layout_has_the_text_of_all_reports():
-    row = CalibrationRow("data=8", "", 1.0, 0.1, 1.0, 1.0, "shard_map")
-    found = CalibrationResult("cpu", 8, 1, (row,), Calibration("cpu", JAXLIB, 1.0, 1.0, 1.0), listed=False)
-    texts = [repr(found), str(found), found._repr_html_()]
-    assert [text.count("(nothing sharded)") for text in texts] == [1, 2, 2]

@@ -45,7 +45,7 @@ def mnist_loss(w, images, labels):
 def mnist_step_in_float64(w1, w2, images, labels):
     """The new weights and the loss, with derivatives by hand."""
     w1, w2, images = (np.asarray(a, np.float64) for a in (w1, w2, images))
-    x, flat = images.reshape(100, -1), w1.reshape(-1, 1024)
+    x, flat = images.reshape(100, -1), w1.reshape(-1, 64)
     before = x @ flat
     hidden = np.maximum(before, 0)
     logits = hidden @ w2
@@ -60,8 +60,8 @@ def mnist_step_in_float64(w1, w2, images, labels):
 
 def test_the_readme_s_model_under_its_layouts():
     w = {
-        "w1": nd.normal(KEYS[0], 0.03, rows=28, cols=28, hidden=1024),
-        "w2": nd.normal(KEYS[1], 0.03, hidden=1024, classes=10),
+        "w1": nd.normal(KEYS[0], 0.03, rows=28, cols=28, hidden=64),
+        "w2": nd.normal(KEYS[1], 0.03, hidden=64, classes=10),
     }
     images = nd.normal(KEYS[2], batch=100, rows=28, cols=28)
     labels = nd.named(jax.random.randint(KEYS[3], (100,), 0, 10), "batch")

@@ -72,20 +72,6 @@ def test_sums_that_stay_staged(where, why):
     assert ("all-reduce", "all_reduce") not in sums(plan_of(**where)), why
 
 
-def test_where_sums_are_asynchronous_two_dimensions_are_enough():
-    """Beside a whole sum the next product runs; of a staged one the later stages are waited for."""
-    where = {"topology": "v6e:16x16", "mesh": "data=256"}
-    assert sums(plan_of(**where, batch=2**21)) == [("all-reduce", "all_reduce")]
-    assert sums(plan_of(**where, batch=2**21, options="off")) == [("reduce-scatter", "staged")]
-    assert sums(plan_of(**where)) == [("reduce-scatter", "staged")]  # the next product is shorter than the first stage
-
-
-def test_a_first_stage_that_the_compiler_makes_an_all_reduce_is_no_reason_for_stages():
-    """2,048 / 16 devices of the first stage are one lane tile: an odd number; 4,096 / 16 are two (in the table above)."""
-    where = {"topology": "v5e:16x16", "mesh": "data=256"}
-    assert sums(plan_of(**where, embed=2048)) == [("all-reduce", "all_reduce")]
-
-
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler, which is in libtpu")
 @pytest.mark.parametrize("how", [{}, {"lowering": "jit", "overlap": None}])
 def test_the_compiler_sends_what_the_plan_lists(how):
@@ -93,36 +79,6 @@ def test_the_compiler_sends_what_the_plan_lists(how):
     assert sums(made.plan) == [("all-reduce", "all_reduce")]
     assert sorted(c.op for c in made.final_collectives) == ["all-gather", "all-reduce"]
     assert made.bytes_sent == pytest.approx(made.plan.bytes_sent)
-
-
-@pytest.mark.parametrize(
-    ("topology", "mesh", "more", "found"),
-    [
-        ("v5p:4x4x8", "data=16, model=8", "", ("all-reduce", "all_reduce")),
-        ("v5p:4x4x8", "data=16, model=8", "; mlp: model", ("reduce-scatter", "staged")),
-        ("v6e:16x16", "data=32, model=8", "; mlp: model", ("all-reduce", "all_reduce")),
-    ],
-)
-def test_beside_sums_for_which_products_wait_gradients_go_the_way_that_keeps_links_busy_for_less(
-    topology, mesh, more, found
-):
-    """Megatron's blocks sum activations over `model` forward and on the way back; with FSDP alone nothing is waited for.
-
-    On v5p `data` covers two dimensions of the torus, on v6e one, and every eighth device of the other: there the first stage has
-    an eighth of the links.
-    """
-
-    def loss(w, x):
-        return jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]).astype(jnp.float32).sum()
-
-    plan = mp.plan(
-        jax.grad(loss), {"up": bf16(4096, 16384), "down": bf16(16384, 4096)}, bf16(2**17, 4096), mesh=mesh,
-        topology=topology, layout="batch: data; embed: data" + more, lowering="shard_map", overlap="auto",
-        dims={"w/up": "embed mlp", "w/down": "mlp embed", "x": "batch embed"},
-    )  # fmt: skip
-    weights = [c for c in plan.collectives if c.op != "all-gather" and c.axes == ("data",)]
-    assert [(c.op, c.algorithm) for c in weights] == [found] * 2
-    assert any(c.axes == ("model",) for c in plan.collectives) == bool(more)
 
 
 SPLIT = "batch: data; embed: data; mlp: model"
@@ -176,19 +132,3 @@ def test_under_jit_on_cpus_the_plan_has_the_all_reduces_that_xla_makes_of_reduce
     assert ours.bytes_sent <= plan.bytes_sent
     for c in plan.collectives:
         assert ("makes no reduce-scatters" in c.why) == (c.algorithm == "all_reduce")
-
-
-def test_reduce_scatters_of_ops_that_the_jit_lowering_partitions_itself_stay():
-    """A convolution's gradient is reduce-scattered by its own shard_map, by XLA's compiler for CPUs too."""
-
-    def gradient(w, x):
-        y = lambda w: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))  # noqa: E731
-        return jax.grad(lambda w: (y(w) ** 2).sum())(w)
-
-    dims = {"w": "_ _ channels features", "x": "batch _ _ channels"}
-    step = mp.jit(gradient, mesh="data=4, model=2", layout="batch: data; features: data", dims=dims, lowering="jit")
-    args = jnp.ones((3, 3, 4, 8)), jnp.ones((8, 4, 4, 4))
-    planned = [c for c in step.plan(*args).collectives if c.op == "reduce-scatter"]
-    compiled = [c for c in collectives(step.lower(*args).compile().as_text()) if c.op == "reduce-scatter"]
-    assert planned
-    assert [(c.algorithm, c.bytes) for c in planned] == [("native", c.bytes) for c in compiled]

@@ -14,10 +14,8 @@ from lowered import lowered, same
 
 import meshpar as mp
 from meshpar._src.hardware.chips import CHIPS
-from meshpar._src.hardware.compiler import compiler_model
 from meshpar._src.lower.shard_map import lower_to_shard_map
 from meshpar._src.passes.barriers import separate_matmuls
-from meshpar._src.plan.plan import Plan
 from meshpar._src.plan.steps import Barrier
 
 RNG = np.random.default_rng(0)
@@ -49,39 +47,6 @@ def test_a_loop_waits_for_the_one_before_it():
     assert waits(written, "scan", "scan") == [0, 0]
     assert waits(made, "scan", "scan") == [0, 1]
     same(two_loops, *args, layout=LOOPS["layout"], dims=LOOPS["dims"], meshes=[DATA])
-
-
-# -- results in place of donated arguments
-
-
-def zero_1(state, x):
-    grads = jax.grad(lambda p: jnp.square(jnp.tanh(x @ p["in"]) @ p["out"]).mean())(state["params"])
-    mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["opt"]["mu"], grads)
-    params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu)
-    return {"params": params, "opt": {"mu": mu}}
-
-
-def zero_1_args(width, array):
-    params = {"in": array(width, width), "out": array(width, width)}
-    return {"params": params, "opt": {"mu": {k: array(width, width) for k in params}}}, array(8, width)
-
-
-ZERO_1 = {
-    "layout": "batch: data; opt.embed: data",
-    "dims": {"state/*/in": "embed mlp", "state/*/out": "mlp embed", "x": "batch embed"},
-    "mesh": DATA,
-}
-
-
-def test_what_is_gathered_in_place_is_what_was_gathered(monkeypatch):
-    """One of the two along its first dim, one along its last: both lie in other memory first."""
-    monkeypatch.setattr(Plan, "compiler", dataclasses.replace(compiler_model(None), large_buffer_bytes=1))
-    args = zero_1_args(16, normal)
-    run = mp.jit(zero_1, **{**ZERO_1, "mesh": mp.mesh(DATA)}, lowering="shard_map", donate_argnums=0)
-    assert steps_of(run.plan(*args), Barrier)
-    expected = jax.jit(zero_1)(*args)
-    found = run(*jax.tree.map(jnp.array, args))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
 
 
 # -- products

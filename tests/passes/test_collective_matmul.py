@@ -1,13 +1,11 @@
 """Which gathers and scatters a plan finds beside products, what it decides for them, and what it lists instead."""
 
-import functools
 import json
 import math
 from collections import Counter
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import planned_transformer as model
 import pytest
 from arrays import bf16
@@ -31,16 +29,6 @@ HBM, VECTOR = 0.89 * 8.1e11, 100 * 1.5e9
 def beside(products, traffic, elements, hbm=HBM, vector=VECTOR):
     """Seconds of a kernel of a v5e: what it multiplies beside its bytes, and its elements in the vector units."""
     return math.hypot(products, traffic / hbm + elements / vector)
-
-
-def light(elements, size, hbm=HBM, vector=VECTOR, **_):
-    """Seconds of an elementwise op with so many bytes of each element."""
-    return elements * size / hbm + elements / vector
-
-
-def halves(block, *rates, clock=1.5e9, cores=1):
-    """Seconds of kernels that go over all elements of a block, at so many elements a cycle and core."""
-    return sum(block / rate for rate in rates) / (clock * cores)
 
 
 def product(m, k, n, blocks=1, flops=1.97e14, **of):
@@ -112,24 +100,6 @@ def test_products_too_short_to_hide_a_hop_are_left_to_xla():
     assert all("too short" in o.reason for o in plan.overlaps)
 
 
-def test_sums_between_hops_may_cost_more_than_a_ring_saves():
-    plan = mlp_plan("auto", width=7168, options="off", **MEGACORE)
-    gather, scatter = plan.overlaps
-    assert scatter.exposed["ring"] > scatter.exposed["xla"]
-    assert scatter.choice == "xla"
-    short = "the matmuls of a chunk are too short to hide a ring step and the elementwise ops between ring steps"
-    assert scatter.reason.startswith(short)
-    # what stands in one chain is decided as a whole: the gather's ring alone would pay
-    assert gather.exposed["ring"] < gather.exposed["xla"]
-    assert gather.choice == "xla"
-    # on a v5e the scatter's ring costs more than it saves, and the gather's saves more than that
-    gather, scatter = mlp_plan("auto", width=7168, options="off").overlaps
-    assert scatter.exposed["ring"] > scatter.exposed["xla"]
-    assert [gather.choice, scatter.choice] == ["ring", "ring"]
-    assert gather.gain + scatter.gain > 0 > scatter.gain
-    assert all("the step takes" in o.reason and "with rings over `model`" in o.reason for o in (gather, scatter))
-
-
 @pytest.mark.parametrize(("width", "options"), [(3584, "off"), (7168, "auto"), (14336, "off"), (WIDE, "auto")])
 def test_what_is_sent_together_goes_the_way_of_the_shorter_step(width, options):
     more = 1 / (1 - CHIPS["v5e"].compiler.min_joint_gain)
@@ -137,22 +107,6 @@ def test_what_is_sent_together_goes_the_way_of_the_shorter_step(width, options):
         auto, xla, ring = (mlp_plan(m, width=width, options=options, **where) for m in ("auto", "xla", "ring"))
         assert auto.seconds <= min(xla.seconds, ring.seconds * more) + 5e-6
         assert len({o.choice for o in auto.overlaps}) == 1
-
-
-def test_weights_and_gradients_are_left_to_the_compiler():
-    def step(x, w):
-        return jax.grad(lambda w: ((x @ w) ** 2).sum().astype(jnp.float32))(w)
-
-    args = bf16(64, 2048, 4096), bf16(4096, 14336)
-    dims = {"x": "batch seq embed", "w": "embed mlp"}
-    plan = mp.plan(step, *args, layout="batch: data; embed: data", dims=dims, overlap="auto", **SLICE)
-    assert [(o.kind, o.choice) for o in plan.overlaps] == [("gather", "xla"), ("scatter", "xla")]
-    gather, scatter = plan.overlaps
-    assert gather.exposed["xla"] == 0 < scatter.exposed["xla"]
-    assert scatter.reason.startswith("rings are for activations")
-    forward = mlp_plan("auto", layout="batch: data; embed: data").overlaps
-    assert [(o.kind, o.choice) for o in forward] == [("gather", "xla"), ("gather", "xla")]
-    assert all("overlaps it with other matmuls" in o.reason and o.gain == 0 for o in forward)
 
 
 def test_without_a_chip_auto_is_xla_and_says_so():
@@ -199,19 +153,6 @@ def test_which_axes_are_rings(mesh, text, recwarn):
     assert [text in s for s in said] == ([] if text is None else [True])
 
 
-def test_what_no_ring_is_taken_for_warns_of_nothing():
-    assert {o.choice for o in mlp_plan("xla", **LINE).overlaps} == {"xla"}
-    small = mlp_plan("auto", width=256, seq=256, embed=256, **{**LINE, "batch": 16})
-    assert {o.choice for o in small.overlaps} == {"xla"}
-
-
-def test_an_axis_over_two_torus_dimensions_is_gathered_over_the_minor_one_and_sent_around_the_major_one():
-    plan = mlp_plan("ring", mesh="data=256", layout="batch: data; embed: data", batch=256)
-    first = [c for c in plan.collectives if c.shape == (4096, 14336)]
-    assert [(c.op, c.algorithm) for c in first] == [("all-gather", "native")] + [("collective-permute", "ring")] * 2
-    assert sum(c.total_bytes for c in first) == pytest.approx(4096 * 14336 * 2 * 255 / 256)
-
-
 def test_products_that_share_a_gather_share_its_ring_and_others_find_it_kept():
     plan = model.plan_of(SEQUENCE, overlap="ring")
     inner = Counter((o.kind, o.matmuls) for o in plan.overlaps if o.count == model.LAYERS)
@@ -232,29 +173,6 @@ def test_modes_that_do_not_exist_are_refused():
     ):
         with pytest.raises(mp.errors.UnsupportedError, match=why):
             mp.jit(mlp, mesh="data=4, model=2", layout=MLP, lowering=lowering, overlap=overlap)
-
-
-def test_what_stands_between_hops_is_paid_for():
-    """Where products hide all hops, what shows is starts, what is added, cut and joined, and the weight that every block reads."""
-    gather, scatter = mlp_plan("ring", width=16 * 14336).overlaps
-    rows = 64 // 16 * 2048
-    block = rows * 4096 / 16
-    for o, between, (k, n) in (
-        (gather, halves(block, 36, 172, 172), (4096, 14336)),
-        (scatter, (14 + 1) * light(block, 6) + halves(block, 36, 92, 64, 64), (14336, 4096)),
-    ):
-        longer = 16 * product(rows, k, n, 16) - product(rows, k, n)
-        assert longer > 0
-        assert o.exposed["ring"] == pytest.approx(longer + 16 * 2e-6 + between, rel=1e-6)
-
-
-def test_around_a_line_a_v5e_waits_for_every_hop():
-    line = {"mesh": "data=8, model=8", "topology": "v5e:8x8"}
-    with pytest.warns(mp.errors.TorusWarning):
-        rings = mlp_plan("ring", width=WIDE, batch=32, **line)
-    for o in rings.overlaps:
-        assert o.exposed["ring"] > o.exposed["xla"]
-    assert {o.choice for o in mlp_plan("auto", width=WIDE, batch=32, **line).overlaps} == {"xla"}
 
 
 KERNEL = "as requested: one kernel sends chunks while it multiplies others"
@@ -281,19 +199,6 @@ def test_the_fused_kernel_takes_what_it_can_and_sends_what_a_ring_would():
     assert "pairs are lowered as 1 rings, 1 fused kernels (overlap=pallas)" in str(both)
 
 
-@pytest.mark.parametrize(("products", "choice"), [(1, "pallas"), (2, "xla")])
-def test_a_fused_kernel_transposes_the_result_of_one_matmul_only(products, choice):
-    def step(x, weights):
-        return functools.reduce(jnp.add, [jnp.swapaxes(x @ w, 0, 1) for w in weights])
-
-    args, dims = (
-        (bf16(64, 2048, 14336), [bf16(14336, 4096)] * products),
-        {"x": "batch seq mlp", "weights/*": "mlp embed"},
-    )
-    plan = mp.plan(step, *args, layout=MLP, dims=dims, overlap="pallas", **SLICE)
-    assert found(plan) == [("scatter", choice, ("model",), products)]
-
-
 ABSTRACT = {"mesh": jax.sharding.AbstractMesh((1, 8), ("data", "model")), "topology": None}
 
 
@@ -311,17 +216,6 @@ def test_where_no_kernel_runs_the_cost_decides_and_the_reason_says_why(options, 
     plan, auto = mlp_plan("pallas", **options), mlp_plan("auto", **options)
     assert plan.overlaps[0].reason.startswith(f"no fused kernel: {why}")
     assert [o.choice for o in plan.overlaps] == [o.choice for o in auto.overlaps]
-
-
-def test_kernels_of_one_kind_run_over_different_axes():
-    def two(x, w, y, v):
-        return x @ w, y @ v
-
-    args = [bf16(8192, 1024), bf16(1024, 4096)] * 2
-    dims = {"x": "rows embed", "w": "embed mlp", "y": "lines width", "v": "width deep"}
-    layout = "rows: model; mlp: model; lines: data; deep: data"
-    plan = mp.plan(two, *args, layout=layout, dims=dims, overlap="pallas", **SLICE)
-    assert [(o.axes, o.choice) for o in plan.overlaps] == [(("model",), "pallas"), (("data",), "pallas")]
 
 
 def test_reports_show_the_decisions(tmp_path):

@@ -112,32 +112,6 @@ def test_a_smaller_reduction_is_sliced_at_once_and_no_loop_waits_for_it():
     changes(serialize_loops, example(serialize_loops).replace("4096", "2048").replace("after %2, %7", "after %2"))
 
 
-@pytest.mark.parametrize(
-    ("cotangent", "inputs", "behind"),
-    [
-        # a matmul computes it as it reads it; a barrier would write it to memory, so that the other operand waits
-        ("tanh y", "y: float32[batch=4096:data mlp=4096]", ("%x = barrier x", "dot_general %d, %x")),
-        # an array of several others that two matmuls read is in memory in any case
-        (
-            "mul y, z",
-            "y: float32[batch=4096:data mlp=4096]\n  z: float32[batch:data mlp]",
-            ("%e = barrier %d", "dot_general %e, x"),
-        ),
-    ],
-)
-def test_a_matmul_waits_by_an_operand_that_is_in_memory(cotangent, inputs, behind):
-    text = example(schedule).replace("- %1", f"  %d = {cotangent}: float32[batch:data mlp]\n- %1", 1)
-    for old, new in (
-        ("%dy = barrier dy", behind[0]),
-        ("dot_general %dy, x", behind[1]),
-        ("dot_general dy", "dot_general %d"),
-        ("  w:", f"  {inputs}\n  w:"),
-        ("  dy:", "  dz:"),
-    ):
-        text = text.replace(old, new)
-    changes(schedule, text)
-
-
 def test_an_all_reduce_has_no_slice_that_could_be_moved():
     text, _ = halves(example(serialize_loops))
     text = text.replace("scan × 2", "while").replace("embed:data mlp]", "embed mlp]")
@@ -163,30 +137,5 @@ def test_gradients_of_layers_are_not_left_to_the_end():
           %6 = dot_general y, %3: float32[mlp embed], partial (sum) over data
           %7 = dot_general %5, w: float32[batch:data embed]
           return %2, %4, %6, %7
-    """,
-    )
-
-
-def test_a_reduction_that_a_loop_waits_for_is_in_flight_during_the_matmul_of_the_cotangent():
-    changes(
-        schedule,
-        """
-          every device of data=8 runs:
-          w: float32[embed=4096:data mlp=4096]
-          x: float32[batch=4096:data embed]
-          dy: float32[batch:data mlp]
-          %1 = dot_general dy, x: float32[mlp embed], partial (sum) over data
-          %2 = reduce-scatter over data of %1: float32[mlp embed:data]
-              sends 58.7 MB per call: dot_general contracts the batch
-        + %dy = barrier dy, after %1
-          %3 = all-gather over data of w: float32[embed mlp]
-              sends 58.7 MB per call: dot_general contracts mlp
-        - %4 = dot_general dy, %3: float32[batch:data embed]
-        + %4 = dot_general %dy, %3: float32[batch:data embed]
-          %5 = scan × 2 from %4
-            given %6:
-              %7 = tanh %6: float32[batch:data embed]
-              yield %7
-          return %2, %5
     """,
     )

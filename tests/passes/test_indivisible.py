@@ -49,15 +49,6 @@ def test_more_shards_than_heads_warn_with_the_bytes_and_a_mesh_that_divides(mesh
     assert re.search(r"`heads: model` does not divide `heads` of 4, .*; model of 1, 2 or 4 divides it", note)
 
 
-@pytest.mark.parametrize("layout", ["batch: data; heads?: model", "megatron"])
-def test_optional_rules_warn_as_well(layout):
-    """`heads?` leaves the number of heads unsharded, but not the fused kernels, so that head_dim is contracted."""
-    _, (said,) = warnings_of("data=1, model=8", layout)
-    assert "`heads` of size 4 does not divide over model=8" in said
-    assert "so `heads?: model` does not split it there" in said
-    assert warnings_of("data=2, model=4", layout)[1] == []
-
-
 @pytest.mark.parametrize(("seq", "mesh", "shifts"), [(127, "model=8", True), (125, "data=2, model=4", False)])
 def test_a_dim_that_labels_made_shorter_by_one_says_how_to_keep_it(seq, mesh, shifts):
     def next_token(w, x):
@@ -74,12 +65,6 @@ def test_no_warning_where_little_is_sent():
     plan, said = warnings_of("data=1, model=8", batch=2, seq=16)
     assert said == []
     assert any("does not divide" in n for n in plan.notes)
-
-
-def test_a_mesh_that_another_dim_does_not_allow_is_not_proposed():
-    """A batch of 5 is divided by data=1 only, so that the mesh has fewer devices."""
-    _, (said,) = warnings_of("data=1, model=8", batch=5)
-    assert 'mesh="data=1, model=4"' in said
 
 
 def test_a_step_warns_once():
@@ -114,15 +99,3 @@ def test_microbatches_with_fewer_rows_than_devices(microbatches, warns):
         assert f"make `batch` a multiple of {microbatches * 8}" in text
     else:
         assert not said
-
-
-@pytest.mark.parametrize("rows", [10, 12])
-def test_a_loop_over_some_rows_is_not_over_microbatches(rows):
-    """A loop over 3 parts of 3 rows: of 10 rows, 3 parts leave one; 12 rows have 4 parts."""
-
-    def step(x):
-        parts = mp.named(x[:9].reshape(3, 3, 16), "_ batch _")
-        return jax.lax.scan(lambda total, part: (total + (part @ part.T).sum(), None), 0.0, parts)[0]
-
-    plan = mp.plan(step, f32(rows, 16), mesh="data=2", layout="batch: data", dims={"x": "batch _"})
-    assert any("does not divide" in n for n in plan.notes)

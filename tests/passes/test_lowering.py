@@ -24,7 +24,6 @@ from meshpar._src.units import format_seconds
 
 X = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 HOW = {"mesh": "data=4, model=2", "layout": "batch: data", "dims": {"x": "batch embed"}}
-INNER = jax.sharding.AbstractMesh((4, 2), ("data", "model"))
 
 
 def counted(x):
@@ -124,7 +123,7 @@ def test_the_overlap_mode_follows_the_lowering(asked, lowering, overlap):
         assert (plan.lowering, plan.overlap, plan.lowering_reason) == (lowering, overlap, None)
 
 
-def test_a_plan_says_its_lowering_wherever_it_is_shown(tmp_path):
+def test_a_plan_says_its_lowering():
     args = X, np.ones((4, 4), np.float32)
     how = {**HOW, "dims": {"x": "batch embed", "w": "embed mlp"}}
     ours, xla = (mp.plan(lambda x, w: x @ w, *args, **how, lowering=k) for k in ("auto", "jit"))
@@ -134,21 +133,12 @@ def test_a_plan_says_its_lowering_wherever_it_is_shown(tmp_path):
     assert "\nlowering  shard_map\n" in str(ours)
     assert f"\n{estimate})\n" in str(xla)
     assert f"{estimate}; io_callback at " in str(forced)
-    shown = {ours: "<dt>lowering</dt><dd>shard_map</dd>", xla: "jit (estimate", forced: "io_callback at"}
-    for plan, text in shown.items():
-        plan.save(tmp_path / "plan.html")
-        assert text in (tmp_path / "plan.html").read_text("utf8")
-        assert text in plan._repr_html_()
     said = [json.loads(p.to_json())["lowering"] for p in (ours, xla, forced)]
     assert said == [
         {"lowering": "shard_map", "asked": "auto", "reason": None, "estimate": False},
         {"lowering": "jit", "asked": "jit", "reason": None, "estimate": True},
         {"lowering": "jit", "asked": "auto", "reason": forced.lowering_reason, "estimate": True},
     ]
-    diff = ours.diff(xla)
-    assert "shard_map" in str(diff)
-    assert "jit" in diff._repr_html_()
-    assert [json.loads(diff.to_json())[k]["lowering"] for k in ("a", "b")] == ["shard_map", "jit"]
 
 
 def layers(w, x):

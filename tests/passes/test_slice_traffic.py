@@ -1,7 +1,5 @@
 """What crosses slices: bytes, and the note where every layer waits for it."""
 
-import re
-
 import jax
 import pytest
 from planned_transformer import F32, PARAMS, plan_of
@@ -31,26 +29,3 @@ def test_what_crosses_slices():
     assert plan_of("batch, embed: data", mesh="data=8", topology="2x v5e:2x2").dcn_bytes == pytest.approx(
         fsdp.dcn_bytes
     )
-
-
-@pytest.mark.parametrize(
-    ("mesh", "layout", "fix"),
-    [
-        ("data=4, slice=2", "batch: slice+data; embed: data", ("slice=2, data=4", None)),
-        ("ici=4, dcn=2", "batch: dcn+ici; embed: ici", ("dcn=2, ici=4", None)),
-        ("data=8", "batch, embed: data", ("slice=2, data=4", "batch: slice+data; embed: data")),
-        ("data=4, model=2", "batch: data; mlp: model; embed: data",
-         ("slice=2, data=2, model=2", "batch: slice+data; mlp: model; embed: data")),
-        ("slice=2, data=4", "batch, embed: slice+data", (None, "batch: slice+data; embed: data")),
-        ("slice=2, data=4", "batch: data; mlp: slice", (None, "batch: slice+data")),
-    ],
-)  # fmt: skip
-def test_the_note_has_the_mesh_and_the_layout_with_which_weights_stay_in_a_slice(mesh, layout, fix):
-    def plan(mesh, layout):
-        return plan_of(layout, mesh=mesh, topology="2x v5e:2x2")
-
-    (note,) = (n for n in plan(mesh, layout).notes if "other slices" in n)
-    given = [re.search(f'--{what} "(.*?)"', note) for what in ("mesh", "layout")]
-    assert tuple(found and found[1] for found in given) == fix
-    assert ("is not first" in note) == (("slice=2" in mesh or "dcn=2" in mesh) and fix[0] is not None)
-    assert not any("other slices" in n for n in plan(fix[0] or mesh, fix[1] or layout).notes)

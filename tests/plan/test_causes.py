@@ -95,25 +95,3 @@ def test_the_cause_names_the_rules_and_the_op(case, kind, wording):
     found = [cause for op, cause, _ in causes(*CASES[case]) if op == kind]
     assert found
     assert all(re.fullmatch(wording, cause) for cause in found), found
-
-
-def test_a_table_that_is_gathered_for_the_reads_of_a_loop():
-    def loss_of(params, tokens):
-        return jnp.mean((params["embedding"][tokens] @ params["out"]) ** 2)
-
-    params = {"embedding": jnp.ones((64, 16)), "out": jnp.ones((16, 16))}
-    dims = {"*/embedding": "vocab embed", "*/out": "embed out", "tokens": "batch seq"}
-
-    def causes(fn):
-        how = {"mesh": "data=4, model=2", "layout": "batch: data; vocab: model", "dims": dims}
-        plan = mp.plan(fn, params, jnp.zeros((32, 16), int), **how)
-        return {c.op: c.cause for c in plan.collectives if "`vocab: model`" in c.cause}
-
-    def accumulated(params, tokens):
-        return mp.train.accumulate_gradients(jax.value_and_grad(loss_of), 4)(params, tokens)
-
-    assert causes(accumulated) == {
-        "all-gather": "the lookup reads rows of `vocab` several times, so each device first fetches all of `vocab`, which "
-        "`vocab: model` splits: adding up the rows of each read sends more"
-    }
-    assert "all-reduce" in causes(lambda params, tokens: loss_of(params, tokens))

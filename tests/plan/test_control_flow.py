@@ -66,20 +66,3 @@ def test_rows_that_an_inner_loop_adds_to_a_carry_are_reduced_after_the_outer_loo
     plan = sharded.plan(xs, ws)
     assert [(c.op, c.count, c.bytes) for c in plan.collectives if c.axes == ("model",)] == sent
     np.testing.assert_allclose(sharded(xs, ws), np.einsum("tlbi,tio->lbo", xs, ws), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(("chunks", "scatters"), [(1, 1), (3, 15)])
-def test_a_stack_of_one_row_is_reduced_after_the_outer_loop(chunks, scatters):
-    """Several rows are reduce-scattered in the inner loop, so that no device has the unsharded rows."""
-
-    def fn(xs, ws):
-        def add(total, operands):
-            xs, w = operands
-            return total + stacked(xs, w), None
-
-        return lax.scan(add, jnp.zeros((chunks, 8, 16)), (xs, ws))[0]
-
-    dims = {"xs": "_ _ batch in", "ws": "_ in out"}
-    arguments = f32(5, chunks, 8, 4), f32(5, 4, 16)
-    plan = mp.plan(fn, *arguments, mesh="model=2", layout="in, out: model", dims=dims, overlap="off")
-    assert [(c.op, c.count) for c in plan.collectives] == [("reduce-scatter", scatters)]

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 from arrays import f32
-from jax import lax
 
 import meshpar as mp
 from meshpar._src.plan import planner
@@ -80,28 +77,3 @@ def test_another_layer_needs_few_new_decisions(monkeypatch):
     ops = [op for op in plan.program.root.walk() if not op.frames]
     assert numbers[1] < len(ops) / 2
     assert numbers[0] - numbers[1] <= len(ops) / LAYERS / 4
-
-
-def rules_of(fn, *args, dims, op):
-    plan = planned(fn, args, dims)
-    return [o.rule for o in plan.program.root.walk() if o.name == op]
-
-
-def test_equal_equations_have_one_rule_and_others_their_own():
-    def matmuls(x, w, v):
-        return x @ w @ w, x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), x @ v
-
-    first, second, narrow, wider = rules_of(
-        matmuls, f32(8, 16), f32(16, 16), f32(16, 32), dims={"x": "batch embed"}, op="dot_general"
-    )
-    assert first is second
-    assert len({id(first), id(narrow), id(wider)}) == 3
-
-
-@pytest.mark.parametrize(("one", "other", "equal"), [(0.0, 0.0, True), (0.0, 1.0, False), (0.0, -0.0, False)])
-def test_equations_that_differ_in_one_literal_are_not_equal(one, other, equal):
-    def pads(x):
-        return [lax.pad(x, np.float32(v), [(0, 8, 0), (0, 0, 0)]) for v in (one, other)]
-
-    first, second = rules_of(pads, f32(8, 16), dims={"x": "batch embed"}, op="pad")
-    assert (first is second) == equal

@@ -1,7 +1,5 @@
 """One slice, its devices in one order, cut into axes in several ways: the same FSDP sends, holds and takes the same."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ from arrays import bf16
 
 import meshpar as mp
 from meshpar._src.hardware import topology as slices
-from meshpar._src.hardware.topology import Stage
 
 CUTS = [(256,), (2, 128), (16, 16), (32, 8), (2, 8, 2, 8)]
 """Of 256 devices in rows of 16: the first axes are the major ones."""
@@ -57,20 +54,3 @@ def test_physically_equal_meshes_give_equal_plans(in_rows, overlap):
         assert plan.seconds == pytest.approx(first.seconds, rel=1e-9), cut
         assert plan.memory.peak == pytest.approx(first.memory.peak, rel=1e-9), cut
         assert [o.choice for o in plan.overlaps] == [o.choice for o in first.overlaps], cut
-
-
-def test_a_ring_over_two_axes_gives_what_one_axis_does(monkeypatch):
-    """On devices that are told to lie along one dimension, cut into two axes, rings are over both: numbers stay."""
-    torus = {"a": (Stage(4, "x", True, 2),), "b": (Stage(2, "x"),)}
-    monkeypatch.setattr(importlib.import_module("meshpar._src.plan.planner"), "torus_of", lambda mesh: torus)
-    mesh = mp.mesh("a=4, b=2")
-    w, x = jnp.arange(64.0 * 32).reshape(64, 32) / 512, jnp.arange(16.0 * 64).reshape(16, 64) / 256
-
-    def fn(w, x):
-        return jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(w)
-
-    dims = {"x": "batch embed", "w": "embed mlp"}
-    run = mp.jit(fn, mesh=mesh, layout="batch, embed: a+b", dims=dims, lowering="shard_map", overlap="ring")
-    assert {c.algorithm for c in run.plan(w, x).collectives} >= {"ring"}
-    assert all(c.first in (0, 2) for c in run.plan(w, x).collectives)
-    assert jnp.allclose(run(w, x), fn(w, x), rtol=1e-5)

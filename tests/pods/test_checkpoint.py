@@ -49,7 +49,7 @@ def create(key):
 
 
 @pytest.fixture(autouse=True)
-def unawaited_reads_go_with_their_test():
+def unawaited_reads_go_with_their_test(few_objects):
     yield
     gc.collect()
 

@@ -112,16 +112,6 @@ def test_no_new_run_next_to_damaged_checkpoints(tmp_path, init):
         assert run.restore_or(init)[1] == 0
 
 
-def test_the_same_step_is_damaged_again(tmp_path, init):
-    save(tmp_path, 0)
-    for k in range(3):
-        save(tmp_path, 1)
-        spoil(tmp_path / "1")
-        with mp.Checkpoints(tmp_path) as run, pytest.warns(CheckpointWarning, match=r"it is renamed to 1\.damaged"):
-            assert run.restore_or(init)[1] == 1
-        assert names(tmp_path)[1:] == ["1.damaged", *[f"1.damaged-{i}" for i in range(2, k + 2)]]
-
-
 def test_other_folders_are_no_checkpoints(tmp_path, init):
     save(tmp_path, 3)
     for name in ("9", "08", "4.orbax-checkpoint-tmp"):

@@ -57,13 +57,6 @@ def test_a_program_that_fails_is_not_started_again(launch):
     assert "  | bad luck" in text
 
 
-def test_processes_that_save_and_end_with_75_have_time_to_save(launch, monkeypatch):
-    monkeypatch.setattr("meshpar._src.pods.launch.SETTLE_SECONDS", 0.1)
-    code, text, _ = launch("if p == 1: sys.exit(75)\ntime.sleep(0.5)\nprint('saved')\nsys.exit(75)", "-n", "2")
-    assert code == 75
-    assert "saved" in text
-
-
 @pytest.mark.parametrize(("least", "counts"), [(["--min", "2"], ["3", "2"]), ([], ["4"])])
 def test_it_restarts_on_the_remaining_processes(launch, least, counts):
     """Or on all, which is the default."""
@@ -101,14 +94,6 @@ def test_a_stop_signal(launch, tmp_path):
     assert code == 75
     assert "saved" in text
     assert "stopped by SIGTERM" in text
-
-
-def test_a_process_that_is_ended_by_sigterm(launch, monkeypatch):
-    monkeypatch.setattr("meshpar._src.pods.launch.SETTLE_SECONDS", 0.1)
-    body = "if p == 1: os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(30)\nsys.exit(4)"
-    code, text, _ = launch(body, "-n", "2")
-    assert code == 75
-    assert text.rstrip().endswith("meshpar launch: first cause: process 1 was ended by SIGTERM")
 
 
 def test_children_of_a_killed_process_end_with_it(tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshpar._src.entry.cli import main
 from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.hardware.topology import parse_topology
-from meshpar._src.pods.manifest import MAX_NAME, Manifest, hosts_of, job_name, manifest
+from meshpar._src.pods.manifest import MAX_NAME, Manifest, hosts_of, manifest
 from meshpar.errors import MeshError, TargetError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,23 +132,6 @@ def test_the_manifests_of_the_examples_are_those_of_the_command(capsys, monkeypa
     words = ["--checkpoint", "runs/a", "--layout", "fsdp", "--batch", "256"]
     assert main(["manifest", "--topology", "4x h100:8", "--to", "slurm", "examples/train_lm.py", *words]) == 0
     assert capsys.readouterr().out == Path("examples/pods/slurm.sh").read_text()
-
-
-def test_a_module_is_started_as_one(capsys):
-    assert main(["manifest", "--topology", "v5e:4x4", "-m", "my_package.train", "--steps", "5"]) == 0
-    made = yaml.safe_load(capsys.readouterr().out)
-    container = made["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
-    assert container["args"] == ["-m", "my_package.train", "--steps", "5"]
-    assert made["metadata"]["name"] == "train"
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [("examples/train_lm.py", "train-lm"), ("a.b.Train2", "train2"), ("7_runs.py", "runs"), ("_.py", "train")],
-)
-def test_the_name_of_a_job_is_that_of_its_script(text, name):
-    assert job_name(text) == name
-    manifest(Manifest("v5e:4x4", (text,), job_name(text)))
 
 
 def test_bad_input(capsys):

@@ -16,7 +16,7 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.compat.processes import MEMORY
-from meshpar._src.pods.memory import Block, Groups, _complete, memory_plan
+from meshpar._src.pods.memory import Block, Groups, _complete
 
 
 def made(sizes="data=4, model=2", layout="embed: data; mlp: model"):
@@ -229,19 +229,6 @@ def test_every_block_is_in_two_groups_and_in_one_process_of_each(sizes, spec, pr
     assert all(sum(start in s for s in stored) >= min(2, groups) for start in of.starts.values())
 
 
-@pytest.mark.parametrize(("axes", "sent"), [("data", "0 B"), (("slice", "data"), "3.0 KiB")])
-def test_the_cost_of_a_copy_in_two_processes(axes, sent, monkeypatch):
-    """The model of the page of checkpoints: two matrices of 4 KiB and two moments of each."""
-    monkeypatch.setattr("meshpar._src.pods.memory.on_mesh", lambda x: True)
-    mesh, leaves = mp.mesh("slice=2, data=4"), {}
-    for name, shape, spec in (("up", (16, 64), (axes, None)), ("down", (64, 16), (None, axes))):
-        sharding = _Sharding(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)), 2)
-        for kind in ("params", "mu", "nu"):
-            leaves[f"{kind}/{name}"] = SimpleNamespace(shape=shape, dtype=np.dtype("float32"), sharding=sharding)
-    text = f"a copy in memory, in another group of hosts: a device sends {sent}, a process stores 24.0 KiB a copy, at most "
-    assert str(memory_plan(leaves, "slice")) == f"{text}72.0 KiB"
-
-
 def test_groups_that_differ_in_size_are_an_error():
     sharding = jax.sharding.NamedSharding(mp.mesh("data=8"), jax.sharding.PartitionSpec("data"))
     with pytest.raises(mp.errors.CheckpointError, match="groups of hosts of one size, and these have 3, 3, 2 devices"):
@@ -292,14 +279,14 @@ with mp.Checkpoints({path!r}, every=1000, memory="slice", data=data) as checkpoi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["batch: slice+data; embed: data", "batch: slice+data; embed: slice+data"])
-def test_a_slice_is_lost_and_joins_and_the_losses_are_those_of_an_undisturbed_run(tmp_path, layout):
+def test_a_slice_is_lost_and_joins_and_the_losses_are_those_of_an_undisturbed_run(tmp_path):
     """Two slices of one process; one is killed in the sixth step, the run continues on the other one, and later on both."""
     losses = {}
     options = ["--lose", "1@6", "--restarts", "1", "--back", "1", "--elastic", "slice"]
     for name, lose in (("calm", []), ("lost", options)):
         script = tmp_path / f"{name}.py"
         helpers = str(Path(programs.__file__).parent)
+        layout = "batch: slice+data; embed: slice+data"
         script.write_text(TRAIN.format(helpers=helpers, layout=layout, path=str(tmp_path / name)))
         words = "-m meshpar launch -n 2 --devices 4 --slices 2 --timeout 5".split()
         command = [sys.executable, *words, *lose, str(script)]

@@ -36,10 +36,6 @@ def run(port: int, numbers: list[tuple[int, int]], wait: float = 20.0):
         return [f.result() for f in [pool.submit(one, p, n) for p, n in numbers]]
 
 
-def test_all_connect(port):
-    assert run(port, [(p, 5) for p in (3, 1, 4, 2, 0)]) == [None] * 5
-
-
 def test_other_connections_do_not_count(port):
     def disturb():
         lines = b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"process": "a"}\n', b'{"pro'
@@ -164,21 +160,19 @@ def test_bad_variables_and_arguments_are_named(monkeypatch, variables, arguments
 
 
 @pytest.mark.parametrize(
-    ("taken", "process", "code", "error"),
+    ("taken", "process", "error"),
     [
-        (False, 1, 75, "LostProcessError: process 1 of 2 has waited 1 s"),
-        (True, 0, 75, "LostProcessError: process 0 cannot listen"),
-        (False, 5, 2, "MeshError: MESHPAR_PROCESS=5"),
+        (False, 1, "LostProcessError: process 1 of 2 has waited 1 s"),
+        (True, 0, "LostProcessError: process 0 cannot listen"),
     ],
 )
-def test_exit_statuses_of_a_script(pods, port, tmp_path, taken, process, code, error):
+def test_exit_statuses_of_a_script(pods, port, tmp_path, taken, process, error):
     env = {"MESHPAR_PROCESS": str(process), "MESHPAR_PROCESSES": "2", "MESHPAR_CAUSES": str(tmp_path)}
     with socket.socket() as other:
         if taken:
             other.bind(("127.0.0.1", port))
             other.listen()
         end = pods.run(1, programs.wait_here, wait=1.0, env={**env, "MESHPAR_COORDINATOR": f"127.0.0.1:{port}"})
-    assert end.codes == [code], end.texts
+    assert end.codes == [75], end.texts
     assert error in end.texts[0]
-    if code == 75:
-        assert json.loads((tmp_path / f"cause-{process}.json").read_text())["text"].startswith("LostProcessError: ")
+    assert json.loads((tmp_path / f"cause-{process}.json").read_text())["text"].startswith("LostProcessError: ")

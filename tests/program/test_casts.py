@@ -93,15 +93,3 @@ def test_other_dtypes_and_other_arrays_stay():
         jnp.ones(3), jnp.ones(3)
     )
     assert with_merged_casts(closed) is closed
-
-
-def test_results_and_chains_of_casts_refer_to_the_first_one():
-    def fn(x):
-        a, b = x.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
-        return a, b, a.astype(jnp.float32) + b.astype(jnp.float32)
-
-    closed = with_merged_casts(jax.make_jaxpr(fn)(jnp.ones(3) / 3))
-    assert (casts(closed), casts(closed, jnp.float32)) == (1, 1)
-    a, b, c = jax.extend.core.jaxpr_as_fun(closed)(jnp.ones(3) / 3)
-    np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(c, 2 * np.asarray(a, np.float32))

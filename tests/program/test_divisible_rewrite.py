@@ -163,29 +163,6 @@ def test_views_that_enter_and_leave_calls_stay_split(call, inside):
         assert "opt-barrier" in run.lower(X).as_text("hlo")
 
 
-@pytest.mark.parametrize("call", [tripled_jvp, tripled_vjp])
-def test_a_step_with_effects_keeps_custom_derivatives(call):
-    """JAX differentiates its lowered program, from outside; so it does under a named axis of the caller."""
-    difference = call(lambda a, b: jnp.sin(a) - b)
-
-    def printing(x):
-        jax.debug.callback(lambda y: None, x[0, 0])
-        return jnp.sum(difference(x[1:], x[:-1]) ** 2)
-
-    def loss(x):
-        return jnp.sum(difference(x[1:], x[:-1]) ** 2)
-
-    how = {"mesh": "data=4, model=2", "layout": LAYOUT, "dims": DIMS}
-    want = jax.grad(loss)(X)
-    np.testing.assert_allclose(jax.grad(mp.jit(printing, **how))(X), want, rtol=1e-5, atol=1e-5)
-    if call is tripled_vjp:  # JAX has no forward derivative of it
-        return
-    run = mp.jit(loss, **how)
-    run(X)  # the plan of a call without named axes is not used for one with them
-    got = jax.grad(lambda xs: jax.vmap(run, axis_name="i")(xs).sum())(X[None])
-    np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-5)
-
-
 def reductions_of_slices(n, u, b, h):
     """Reductions of indivisible slices of integers, booleans and narrow floats without an element equal to the identity."""
     below, above = -2 - abs(n), abs(n) + 2
@@ -305,22 +282,6 @@ def test_lookups_in_own_and_other_rows_equal_the_unsharded_run(cases, dims, layo
     assert_equals_the_unsharded_run(every, dict.fromkeys(cases, X), COLUMN_OF_ROW, **how)
 
 
-MANY_ROWS = {
-    "rows": (lambda x, i: -jax.nn.log_softmax(x)[jnp.arange(1 << 22), i].mean(), (1 << 22,), "rows"),
-    "columns of rows": (lambda x, i: jnp.put_along_axis(x, i, 1, 1, inplace=False).mean(), (1 << 20, 32), "rows _"),
-    "every index": (lambda x, i: x.at[lax.broadcasted_iota(int, i.shape, 0), i].set(1).mean(), (1 << 20, 32), "rows _"),
-    "cast": (lambda x, i: x.at[jnp.arange(1 << 20, dtype="uint32")[:, None], i].set(1).mean(), (1 << 20, 32), "rows _"),
-}
-
-
-@pytest.mark.parametrize("name", MANY_ROWS)
-def test_a_lookup_in_one_of_many_own_rows_gathers_no_row(name):
-    fn, shape, dims = MANY_ROWS[name]
-    x, i = jax.ShapeDtypeStruct((shape[0], 64), jnp.float32), jax.ShapeDtypeStruct(shape, jnp.int32)
-    plan = mp.plan(jax.value_and_grad(fn), x, i, mesh="data=8", layout="rows: data", dims={"x": "rows _", "i": dims})
-    assert not [c for c in plan.collectives if c.shape]
-
-
 LABELS = np.random.default_rng(2).integers(0, 8, (4, 16))
 SLICED_LOOKUPS = {  # in x[4, 16, 8], whose second dim is split and sliced to 15
     "labels": (lambda x, y: jnp.take_along_axis(x[:, :-1], y[:, 1:, None], 2).sum(2), LABELS),
@@ -378,18 +339,6 @@ def test_concatenated_slices_of_several_arrays_equal_the_unsharded_run(name, lay
         return fn(x), jax.grad(lambda x: jnp.sum(jnp.sin(fn(x))))(x)
 
     assert_equals_the_unsharded_run(step, X, rtol=2e-5, layout=layout, dims=DIMS)
-
-
-def test_padding_does_not_change_extrema_of_dtypes_without_infinity():
-    xs = {name: jnp.asarray(X, name) for name in ("float8_e4m3fn", "float8_e4m3b11fnuz", "float8_e5m2", "bfloat16")}
-
-    def extrema(xs):
-        return {name: (lax.reduce_max(x[1:], (0,)), lax.reduce_min(x[1:], (0,))) for name, x in xs.items()}
-
-    found = mp.jit(extrema, mesh="data=4, model=2", layout=LAYOUT, dims={"xs/*": "rows columns"})(xs)
-    for name, x in xs.items():
-        rows = np.float32(x)[1:]
-        np.testing.assert_array_equal(np.float32(found[name]), (np.max(rows, 0), np.min(rows, 0)), err_msg=name)
 
 
 INDICES = {"negative": -1, "past the end": 16, "in bounds": 3}

@@ -33,11 +33,6 @@ def names(held) -> list[str]:
     return [format_dims(h.dims) for h in held]
 
 
-def op(p: mp.Plan, name: str, nth: int = 0):
-    """The nth op of a plan with this name."""
-    return [o for o in p.program.root.walk() if o.name == name][nth]
-
-
 def dims_of(p: mp.Plan, value) -> str:
     return " ".join(d or "_" for d in p.program.dims(value))
 
@@ -55,7 +50,6 @@ OPS = [
     ("batch seq embed, embed heads d -> batch seq heads d", lambda x, w: jnp.einsum("bse,ehd->bshd", x, w)),
     ("batch seq heads d, batch kv_seq heads d -> batch heads seq kv_seq", attention),
     ("batch seq heads d, heads d embed -> batch seq embed", lambda x, w: jnp.einsum("bshd,hde->bse", x, w)),
-    ("embed, mlp -> embed mlp", lambda a, b: jnp.einsum("i,j->ij", a, b)),
     ("embed seq, mlp embed -> embed seq mlp", lambda a, b: lax.dot_general(a, b, (((), ()), ((0,), (1,))))),
     ("batch seq embed -> batch embed", lambda x: x.sum(1)),
     ("batch seq embed -> batch seq _", lambda x: x.max(-1, keepdims=True)),
@@ -64,18 +58,14 @@ OPS = [
     ("batch seq embed -> embed seq batch", lambda x: jnp.swapaxes(x, 0, 2)),
     ("batch seq embed -> batch embed", lambda x: x[:, 2]),
     ("batch seq -> batch _ seq", lambda x: jnp.stack([x, x], 1)),
-    ("batch seq embed -> batch embed", lambda x: jnp.unstack(x, axis=1)[0]),
     ("batch embed -> batch _ embed", lambda x: x[:, None] * jnp.ones((1, 9, 1))),
     ("batch seq vocab -> batch seq vocab", lambda x: jax.nn.softmax(x)),
-    ("batch seq vocab -> batch seq", lambda x: jax.nn.logsumexp(x, -1)),
-    ("batch vocab -> batch vocab", lambda x: jax.nn.one_hot(jnp.argmax(x, -1), 30) * x),
     ("batch seq -> batch _", lambda x: jnp.fft.rfft(x, axis=-1).real),
     # reshapes split and merge
     ("batch seq heads d -> batch seq (heads d)", lambda x: x.reshape(2, 6, 32)),
     ("batch seq heads d -> batch seq heads d", lambda x: x.reshape(2, 6, 32).reshape(2, 6, 4, 8) * 2),
     ("batch seq heads d -> batch seq heads d", lambda x: x.reshape(12, 32).reshape(2, 6, 4, 8)),
     ("batch seq heads d -> (heads d)", lambda x: x.reshape(12, 32).sum(0)),
-    ("batch -> batch", lambda x: x.reshape(-1)),
     ("batch seq -> batch seq", lambda x: x[:, None, :, None].reshape(2, 6)),
     ("batch seq -> batch seq seq-inner", lambda x: x.reshape(2, 3, 2) * 2),  # the name stays on the major part
     ("seq embed -> embed seq", lambda x: lax.reshape(x, (12, 6), dimensions=(1, 0)) * 2),
@@ -123,11 +113,8 @@ OPS = [
 KEEP = [
     lambda x: jnp.cumsum(x, 1),
     lambda x: jnp.sort(x, 1),
-    lambda x: x[:, ::-1],
     lambda x: jnp.pad(x, ((0, 0), (1, 0))),
     lambda x: jnp.concatenate([x, x], 1),
-    lambda x: jnp.roll(x, 1, 1),
-    lambda x: jnp.where(x > 0, x, 0),
     lambda x: lax.dynamic_slice(x, (0, 1), (2, 3)),
     lambda x: lax.dynamic_update_slice(x, jnp.ones((2, 3)), (0, 1)),
     lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"),
@@ -192,19 +179,6 @@ def test_a_replan_refuses_joined_names_only_if_it_is_strict():
         assert p.replan(layout="batch: data").inputs[0].spec == jax.sharding.PartitionSpec("data")
         with pytest.raises(mp.errors.JoinError, match="batch"):
             p.replan(layout="batch: data", strict=True)
-
-
-def test_the_gradient_of_a_fused_projection_passes_no_name_from_piece_to_piece():
-    def step(w, bias, x):
-        def loss(w):
-            gate, state, heads = jnp.split(x @ w, [8, 12], -1)
-            return ((jnp.tanh(gate) @ jnp.ones((8, 4))) * state * jax.nn.softplus(heads + bias)).sum()
-
-        return w - jax.grad(loss)(w)
-
-    p = plan(step, f32(12, 16), f32(4), f32(2, 12), dims={"x": "batch embed", "bias": "heads"})
-    assert names(p.outputs) == ["embed _"]
-    assert [dims_of(p, v) for v in op(p, "split").outs] == ["batch _", "batch heads", "batch heads"]
 
 
 @pytest.mark.parametrize(
@@ -342,14 +316,9 @@ MUON = {"embedding": None, "query": MATRIX(0, (1, 2)), "norm": None, "up": MATRI
 OPTIMIZERS = {
     "adamw clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
     "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4),
-    "adafactor with momentum": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9),
     "sm3": lambda: optax.sm3(1e-3),
-    "lamb": lambda: optax.lamb(1e-3),
     "novograd": lambda: optax.novograd(1e-3),
-    "lars": lambda: optax.lars(1e-3, momentum=0.9),
     "muon": lambda: optax.contrib.muon(1e-3, muon_weight_dimension_numbers=MUON),
-    "sgd momentum": lambda: optax.sgd(1e-3, momentum=0.9, nesterov=True),
-    "rmsprop": lambda: optax.rmsprop(1e-3, centered=True, momentum=0.9),
     "adan": lambda: optax.adan(1e-3),
     "multi steps": lambda: optax.MultiSteps(optax.adamw(1e-3), 2),
     "masked": lambda: optax.masked(optax.adamw(1e-3), {k: k != "norm" for k in PARAMS}),

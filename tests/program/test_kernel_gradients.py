@@ -177,33 +177,3 @@ def of_merged(x):
 def test_kernels_whose_residuals_have_unknown_dims_are_recomputed(fn):
     own = kernel(fn, "rows cols -> rows cols")
     assert forward_backward(own, [np.ones((4, 6), np.float32)]).forward is own
-
-
-def test_integers_and_results_that_have_no_cotangent():
-    @mp.kernel_rule("rows cols!, rows -> rows cols!, rows")
-    def gate(x, index):
-        return jnp.tanh(x) * index[:, None], index + 1
-
-    def loss(x, index):
-        y, after = gate(x, index)
-        return jnp.square(y).sum() + after.sum(), after
-
-    x, index = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3), np.arange(8, dtype=np.int32)
-    run = mp.jit(
-        jax.value_and_grad(loss, has_aux=True),
-        mesh=mp.mesh("data=8"),
-        layout="rows: data",
-        dims={"x": "rows cols", "index": "rows"},
-        lowering="shard_map",
-    )
-    (_, after), grad = run(x, index)
-    t = np.tanh(x.astype(np.float64))
-    np.testing.assert_allclose(grad, 2 * t * (1 - t**2) * (index[:, None] ** 2), rtol=1e-5)
-    np.testing.assert_array_equal(after, index + 1)
-
-
-def test_second_derivatives():
-    cube = mp.kernel_rule("rows -> rows")(lambda x: jnp.sin(x) * x)
-    x = jnp.linspace(0.1, 1, 8)
-    hessian = jax.grad(lambda x: jax.grad(lambda x: cube(x).sum())(x).sum())(x)
-    np.testing.assert_allclose(hessian, 2 * np.cos(x) - x * np.sin(x), rtol=1e-5)

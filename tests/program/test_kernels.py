@@ -12,10 +12,8 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 
 import meshpar as mp
-from meshpar._src.cost.flops import local_opaque_flops
 from meshpar._src.program.kernels import parse_rule
 from meshpar.errors import LayoutSyntaxError, RankError, UnsupportedError
-from meshpar_kernels import grouped_matmul
 
 
 def test_notation():
@@ -211,7 +209,7 @@ def test_an_eager_kernel_is_compiled_once():
         assert len(traces) == before
 
 
-def test_a_kernel_dies_with_its_function():
+def test_a_kernel_dies_with_its_function(few_objects):
     product = counted([])
     arrays = np.ones((4, 4), np.float32)
     kernel = weakref.ref(jax.make_jaxpr(product)(arrays, arrays).eqns[0].params["call_jaxpr"].eqns[0].params["kernel"])
@@ -223,29 +221,6 @@ def test_a_kernel_dies_with_its_function():
     jax.clear_caches()  # what JAX itself has traced
     gc.collect()
     assert kernel() is None
-
-
-def test_what_a_plan_reads_of_a_kernel_for_several_platforms_is_not_what_runs():
-    @mp.kernel_rule("m! k, g! k n, g! -> m! n")
-    def product(x, w, sizes):
-        return grouped_matmul(x, w, sizes)
-
-    def gradient(x, w, sizes):
-        return jax.grad(lambda w: product(x, w, sizes).astype(jnp.float32).sum())(w)
-
-    keys = jax.random.split(jax.random.key(0))
-    x, w = (
-        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, [(128, 64), (2, 64, 256)], strict=True)
-    )
-    sizes = jnp.array([48, 80], jnp.int32)
-    dims = {"x": "m k", "w": "g k n", "sizes": "g"}
-    for step in (product, gradient):
-        jitted = mp.jit(step, mesh="data=2", layout="n: data", dims=dims)
-        plan = jitted.plan(x, w, sizes)
-        flops = sum(local_opaque_flops(run, plan.sizes) for run in plan.runs.values())
-        assert flops == 128 * 64 * 256 or (step is gradient and flops > 128 * 64 * 256)
-    got, expected = jitted(x, w, sizes), jax.jit(gradient)(x, w, sizes)
-    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), rtol=1e-2)
 
 
 @mp.kernel_rule("a b -> a b")

@@ -3,7 +3,6 @@
 import importlib.util
 import inspect
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -37,12 +36,6 @@ def package(tmp_path):
         "        for k in range(3):\n"
         "            x = nn.Dense(16, name=f'layer_{k}')(x)\n"
         "        return nn.Dense(4, name='head')(x)\n"
-        "class Scanned(nn.Module):\n"
-        "    @nn.compact\n"
-        "    def __call__(self, x):\n"
-        "        layers = nn.scan(lambda m, x, _: (nn.Dense(16, name='up')(x), None), variable_axes={'params': 0},\n"
-        "                         split_rngs={'params': True}, length=3)\n"
-        "        return layers(self, x, None)[0].sum()\n"
     )
     spec = importlib.util.spec_from_file_location("package", path)
     module = importlib.util.module_from_spec(spec)
@@ -126,12 +119,6 @@ def test_the_modules_of_a_model_from_a_package(package):
     assert "Net2/layer_*" in text  # the rows of equal layers are one
     assert "Net2/layer_1" not in text
     assert {c["module"] for c in json.loads(plan.to_json())["collectives"]} == {c.module for c in plan.collectives}
-
-
-def test_the_modules_inside_a_loop_over_layers(package):
-    plan = gradients_of(package.Scanned(), "batch: data")
-    assert any(c.module.startswith("Scanned/") and c.module.endswith("/up") for c in plan.collectives)
-    assert any(re.search(r" at Scanned/\S*/up \(\S+:\d+\)$", line) for line in plan.unnamed)
 
 
 @pytest.mark.parametrize(

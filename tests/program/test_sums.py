@@ -105,20 +105,6 @@ def test_a_long_chain(length):
         assert with_matmuls_added_first(after) is after
 
 
-def test_matmuls_through_views_casts_and_calls():
-    def fn(x, w):
-        called = jax.jit(lambda x: jax.jit(lambda x: w @ x)(x).T)(x)
-        return chain(x, (x @ w).T, (x @ w).astype(jnp.bfloat16).astype(x.dtype), called, jnp.sin(x))
-
-    x = jnp.asarray(RNG.normal(size=(4, 4)), jnp.float32)
-    after = with_matmuls_added_first(jax.make_jaxpr(fn)(x, x + 1))
-    first, second, third, last = additions(after)
-    assert second.invars[0] is first.outvars[0]
-    assert third.invars == [after.jaxpr.invars[0], second.outvars[0]]
-    assert last.invars[0] is third.outvars[0]
-    np.testing.assert_allclose(jaxpr_as_fun(after)(x, x + 1)[0], fn(x, x + 1), atol=1e-5)
-
-
 def two_results(x, w):
     partial = chain(x, x @ w)
     return chain(partial, w @ x), partial

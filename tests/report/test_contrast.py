@@ -23,17 +23,6 @@ def contrast(a, b):
     return (light + 0.05) / (dark + 0.05)
 
 
-@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-def test_text_can_be_read(colours):
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    low = {
-        (name, ground): round(contrast(colours[name], colours[ground]), 2)
-        for name in ("ink", "dim", "bad", *(f"a{k}" for k in range(6)))
-        for ground in (("page", "soft") if name in ("ink", "dim", "bad") else ("page",))
-    }
-    assert {pair: ratio for pair, ratio in low.items() if ratio < 4.5} == {}
-
-
 def test_roles_of_memory_have_one_palette_in_pages_and_in_the_terminal():
     assert [LIGHT[f"m{k}"] for k in range(len(ROLE_PALETTE))] == list(ROLE_PALETTE)
     assert len({*ROLE_PALETTE, *PALETTE}) == len(ROLE_PALETTE) + len(PALETTE)

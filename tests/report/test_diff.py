@@ -10,10 +10,8 @@ import pytest
 from rich.console import Console
 
 import meshpar as mp
-from meshpar._src.report.colours import ROLE_CLASSES
 from meshpar._src.report.diff import Metric
-from meshpar._src.report.document import plain
-from meshpar._src.report.tables import ratio, shortened
+from meshpar._src.report.tables import shortened
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
@@ -109,47 +107,11 @@ def test_the_verdict_without_a_chip_or_without_a_difference():
     assert "The same plan." in same._repr_html_()
 
 
-def test_dims_break_at_spaces_in_a_narrow_terminal():
-    shape = jax.ShapeDtypeStruct((8, 256, 512), jnp.float32)
-    state = {"params": {"layers": {"attention": {"key": {"kernel": shape}}}}}
-
-    def step(state):
-        return jax.tree.map(lambda w: 2 * w, state)
-
-    base = mp.plan(step, state, mesh="data=4, model=2", layout="embed: data", dims={"*": "kv_heads embed head_dim"})
-    lines = plain(base.diff(base.replan(layout="kv_heads: model; embed: data")), 80).splitlines()
-    assert any("kv_heads:model" in line for line in lines)
-    assert any("head_dim" in line for line in lines)
-
-
-def test_other_meshes_and_no_estimate():
-    found = planned("batch: data").diff(planned("batch: data; mlp: model", "data=4, model=2", topology=None))
-    step = next(f for f in found.metrics if f.name == "step")
-    assert step.b is None
-    assert step.change == ""
-    assert found.tensors[0][2] == "embed mlp:model"
-
-
 @pytest.mark.parametrize(
     ("a", "b", "change"), [(103, 1.62e6, ""), (1e6, 3.1e6, "+210 %"), (1e6, 1.5e6, "+50.0 %"), (1e6, 2.5e7, "+2,400 %")]
 )
 def test_a_change_from_next_to_nothing_is_no_ratio(a, b, change):
     assert Metric("sent", a, b, "bytes").change == change
-
-
-def test_arrays_closed_over_are_a_figure_a_row_and_json(tmp_path):
-    w = jnp.ones((64, 512))
-    options = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}}
-    x, given = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct(w.shape, w.dtype)
-    closed, passed = mp.plan(lambda x: x @ w, x, **options), mp.plan(lambda x, w: x @ w, x, given, **options)
-    metrics = json.loads(closed.diff(passed).to_json())["metrics"]
-    assert metrics["constants on a device"] == {"a": w.nbytes, "b": 0, "unit": "bytes"}
-    facts = json.loads(closed.to_json())
-    assert [c["bytes"] for c in facts["constants"]] == [w.nbytes] == [facts["memory"]["by_kind"]["constants"]]
-    closed.save(tmp_path / "plan.html")
-    page = (tmp_path / "plan.html").read_text()
-    assert f'["constants","{ROLE_CLASSES["constants"]}"]' in page
-    assert "<td>constants</td>" in page
 
 
 def test_less_is_green_and_more_is_red_in_the_terminal(found):
@@ -158,25 +120,6 @@ def test_less_is_green_and_more_is_red_in_the_terminal(found):
     assert re.search(r"\x1b\[32m *−100\.0 %", out.getvalue())
     assert "dim" in Metric("sent", 1.0, 1.0, "bytes").cell.css
     assert Metric("sent", 1.0, 2.0, "bytes").cell.terminal.style == "red"
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_paths_are_in_one_line_each_below_their_common_prefix(width):
-    shapes = {f"layers/attention/block_{k}/query_projection/kernel": ARGS[0] for k in range(3)}
-    params = {"params": shapes, "bias": jax.ShapeDtypeStruct((512,), jnp.float32)}
-
-    def step(state):
-        return jax.tree.map(lambda w: 2 * w, state)
-
-    dims = {"*/kernel": "embed mlp", "*/bias": "mlp"}
-    base = mp.plan(step, params, mesh="data=8", layout="", dims=dims)
-    text = plain(base.diff(base.replan(layout="mlp: data")), width)
-    lines = text.splitlines()
-    (head,) = [k for k, line in enumerate(lines) if line.startswith("state/") and "bias" not in line]
-    rows = lines[head + 1 : head + 4]
-    assert all(row.startswith("  ") and "kernel" in row for row in rows), text
-    assert not any("state/" in row for row in rows)
-    assert all(len(line) <= width for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -213,12 +156,3 @@ def test_a_page_draws_the_argument_that_differs_most_and_both_times(opened, tmp_
     assert min(widths[:2]) / 100 == pytest.approx(min(a.seconds, b.seconds) / max(a.seconds, b.seconds), rel=1e-4)
     assert widths[3] / widths[2] == pytest.approx(b.memory.peak / a.memory.peak, rel=1e-4)
     assert page.locator(".torus").count() == 2
-
-
-@pytest.mark.parametrize(
-    ("actual", "text", "red"), [(1.27, "1.27", True), (1.09, "1.09", False), (0.8, "0.80", True), (None, "", False)]
-)
-def test_a_ratio_far_from_one_is_red(actual, text, red):
-    cell = ratio(actual, 1.0)
-    assert cell.text == text
-    assert bool(cell.terminal and "red" in str(cell.terminal.style)) == red

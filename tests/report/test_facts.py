@@ -105,16 +105,6 @@ def test_the_layers_over_time_add_up():
     assert in_loops == pytest.approx(sum(o.seconds * o.count for o in plan.time.ops if o.count == LAYERS))
 
 
-def test_a_collective_that_is_waited_for_stands_between_kernels():
-    plan = planned("batch: data; mlp: model", topology="v5e:2x4")
-    forward, _ = loop_bodies(plan)[0]
-    (reduced,) = [s for s in forward.spans if s.axes]
-    assert reduced.name == "all-reduce"
-    assert reduced.exposed == pytest.approx(reduced.seconds)
-    others = [s for s in forward.spans if s is not reduced]
-    assert all(s.start >= reduced.end - 1e-12 or s.end <= reduced.start + 1e-12 for s in others)
-
-
 def test_what_a_repl_shows_fits_a_screen():
     """Lines of a REPL's width, and no object's address."""
     plan = planned("batch: data; mlp: model; embed: data", "data=4, model=2", topology="v5e:2x4")

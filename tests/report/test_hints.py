@@ -68,23 +68,6 @@ def test_the_all_to_all_of_a_hint_is_that_of_the_renamed_program():
     assert "\nhint" not in str(edited)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["batch: data; embed: data; mlp: expert", "batch, embed: data+expert", "seq: expert; mlp: expert; batch: data"],
-)
-def test_weights_that_are_gathered_get_no_hint(layout):
-    """FSDP and tensor parallelism gather what no exchange could replace."""
-
-    def dense(up, down, x, mask):
-        return jax.grad(
-            lambda up: jnp.sum(jnp.einsum("gtf,fd->gtd", jnp.einsum("gtd,df->gtf", x, up[0]), down[0]) ** 2)
-        )(up)
-
-    plan = planned(dense, layout=layout)
-    assert any(c.op == "all-gather" for c in plan.collectives)
-    assert exchange_hints(plan) == []
-
-
 def deep(batch, wrap=lambda layer: layer, microbatches=1):
     """The plan of a train step of 32 layers on v5e, which has 15.75 GiB; each saves one or two activations of the batch."""
 
@@ -147,15 +130,6 @@ def test_an_axis_that_no_rule_uses_is_the_first_hint():
     assert "mp.train.accumulate_gradients" in activations
     assert not any("no rule uses" in hint for hint in hints(scanned("batch: dp+tp", "dp=4, tp=2")))
     assert "jax.checkpoint" in hints(scanned("batch, embed: dp", "dp=4, tp=2", wrap=lambda layer: layer))[0]
-
-
-def test_a_rule_that_makes_a_pipeline_says_so_and_is_the_last_one():
-    (first, _) = hints(scanned("batch: dp; embed?: dp; mlp: none", "dp=4, tp=2"))
-    assert ": no rule uses `tp`" in first
-    (_, rule) = hints(scanned("batch: dp; mlp: tp", "dp=4, tp=2"))
-    assert "of the arguments: a rule `embed: dp` at the end" in rule
-    (rule, _) = hints(scanned("batch, embed: dp; mlp: tp; layers?: none", "dp=4, tp=2"))
-    assert "pipeline" not in rule
 
 
 def test_plans_that_fit_and_large_weights_get_no_such_hint():

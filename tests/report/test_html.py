@@ -136,17 +136,6 @@ def test_the_page_of_a_plan_that_does_not_fit_does_not_say_that_its_step_takes_t
     assert "A step takes" not in said
 
 
-def test_a_note_of_several_lines_is_a_nested_list():
-    def fn(x):
-        return (x[None] * jnp.ones((3, 1, 1))).sum()
-
-    plan = mp.plan(fn, ARGS[2], mesh="data=4", layout="batch: data", dims={"x": "batch _"})
-    assert plan.unnamed
-    notes = plan_page(plan).split('<section id="notes">')[1].split("</section>")[0]
-    assert notes.count("<ul>") == 2
-    assert f"of {plan.program.coverage()[1]} named" in notes
-
-
 @pytest.mark.parametrize(("layout", "by_cost"), [("batch: data", False), ([("batch", "data")], True)])
 def test_a_page_says_how_rules_are_resolved(layout, by_cost):
     text = plan_page(mp.plan(jnp.tanh, ARGS[2], mesh="data=4", layout=layout, dims={"*": "batch _"}))
@@ -161,19 +150,6 @@ def test_names_are_escaped():
     text = plan_page(plan)
     assert "w/&lt;b&gt;" in text
     assert "w/<b>" not in text
-
-
-def test_a_program_that_sends_nothing_and_one_without_split():
-    """Without a topology, time is said to be unknown."""
-
-    def text(mesh, layout):
-        return plan_page(mp.plan(lambda x: x * 2, ARGS[2], mesh=mesh, layout=layout, dims={"x": "batch embed"}))
-
-    assert "Each device sends nothing." in text("data=4", "batch: data")
-    assert "(nothing sharded)" in text("data=1", "")
-    sending = plan_page(planned())
-    assert sending.count("not estimated: no topology") == 2
-    assert not re.search(r"\d [mµn]?s\b", Reader(sending).sections["Collectives"])
 
 
 def test_the_cell_of_a_notebook_has_no_script_and_its_styles_stay_in_it(page):
@@ -197,18 +173,3 @@ def test_other_files(page, tmp_path):
     assert (tmp_path / "plan.txt").read_text() == str(plan)
     with pytest.raises(UnsupportedError, match=r"cannot be saved as `\.pdf`"):
         plan.save(tmp_path / "plan.pdf")
-
-
-def test_bars_and_legend_of_gpus_have_their_parts_only():
-    """GPUs have no vector units of their own, and the colour of `slice` is of collectives over several axes."""
-    plan = planned("batch, embed: slice+data", "2x h100:8", "slice=2, data=8")
-    assert {c.axes for c in plan.collectives} == {("slice", "data")}
-    text = plan_page(plan)
-    assert "collectives over slice+data<" in text
-    assert "collectives over slice<" not in text
-    assert "vector units alone" not in text
-    assert "returns at the opposite side" not in text
-    other = plan_page(planned(topology="v5e:4x4", mesh="data=4, model=4"))
-    assert "collectives over data<" in other
-    assert "vector units alone" in other
-    assert "returns at the opposite side" in other

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import lab_program
 import pytest
-from flax import linen as nn
 from flax import nnx
 
-import llama
 import meshpar as mp
 from meshpar._src.report.timeline import timeline
 
@@ -40,59 +38,6 @@ def words(dims):
     return " ".join(f"{name}:{axes}" if axes else name for name, _, axes in dims)
 
 
-class Block(nn.Module):
-    """A part with a residual connection around two matmuls."""
-
-    @nn.compact
-    def __call__(self, x):
-        up = nn.Dense(64, use_bias=False, name="up")(nn.LayerNorm(use_bias=False, name="norm")(x))
-        return x + nn.Dense(32, use_bias=False, name="down")(jnp.tanh(up))
-
-
-class Model(nn.Module):
-    """Three blocks, unrolled."""
-
-    @nn.compact
-    def __call__(self, x):
-        for k in range(3):
-            x = Block(name=f"layer_{k}")(x)
-        return x
-
-
-def unrolled(layout):
-    model, x = Model(), jax.ShapeDtypeStruct((16, 8, 32), jnp.float32)
-    weights = jax.eval_shape(model.init, jax.random.key(0), x)
-
-    def step(weights, x):
-        gradients = jax.grad(lambda w: jnp.mean(model.apply(w, x) ** 2))(weights)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
-
-    dims = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed", "*/norm/*": "embed", "x": "batch seq embed"}
-    return mp.plan(step, weights, x, dims=dims, mesh="data=4, model=4", topology="v5e:4x4", layout=layout)
-
-
-def test_the_first_layer_of_an_unrolled_model_has_its_modules_and_the_residual_connection(nodes_of):
-    nodes = nodes_of(unrolled("batch: data; mlp, seq: model; embed: data"))
-    names = [n["name"] for n in nodes if not (n["gates"] and not n["weights"])]
-    assert names[1:] == ["norm", "up", "tanh", "down", "add"]
-    assert "layer_0/up" in next(n["about"] for n in nodes if n["name"] == "up")
-    (total,) = (n for n in nodes if n["name"] == "add")
-    read = [words(dims) for _, dims in total["sources"]]
-    assert next(nodes[k]["name"] for k, _ in total["sources"]) == ""  # the input; the other one is a reduce-scatter
-    assert read == ["batch:data seq:model embed"] * 2
-    weights = {n["name"]: [(words(w["dims"]), [g["text"] for g in w["gates"]]) for w in n["weights"]] for n in nodes}
-    assert weights["up"] == [("embed:data mlp:model", ["all-gather"])]
-    assert weights["down"] == [("mlp:model embed:data", ["all-gather"])]
-    assert all(n["time"].endswith("s") for n in nodes if n["name"] in ("up", "down"))
-    assert next(n["time"] for n in nodes if n["name"] == "tanh") == "fused"
-    between = [(n["gates"][0]["text"], n["gates"][0]["axes"], words(n["sources"][0][1])) for n in nodes if n["gates"]]
-    assert between == [
-        ("all-gather", "model", "batch:data seq:model embed"),
-        ("reduce-scatter", "model", "batch:data seq embed"),
-    ]
-    assert all(k < at for at, n in enumerate(nodes) for k, _ in n["sources"] if n["name"] != "tanh")
-
-
 def test_attention_in_several_parts_has_the_names_of_its_matmuls(nodes_of):
     def layer(x, w):
         q, k, v = (z.reshape(8, 32, 8, 8) for z in jnp.split(x @ w["qkv"], 3, -1))
@@ -107,13 +52,6 @@ def test_attention_in_several_parts_has_the_names_of_its_matmuls(nodes_of):
     )  # fmt: skip
     names = [n["name"] for n in nodes_of(plan) if not n["gates"] or n["weights"]]
     assert names[1:] == ["qkv", "split", "queries × keys", "scores × values", "out", "add"]
-
-
-def test_a_name_of_a_residual_is_no_part(nodes_of):
-    step, arguments, dims = llama.tiny()
-    plan = mp.plan(step, *arguments, dims=dims, mesh="data=4", topology="v5e:2x2", layout="batch, embed: data")
-    names = [n["name"] for n in nodes_of(plan) if not (n["gates"] and not n["weights"])]
-    assert names[1:5] == ["attention_norm", "attention/query", "attention/key", "attention/value"]
 
 
 def test_parts_of_plain_jax_have_the_keys_of_their_weights(nodes_of):
@@ -214,17 +152,6 @@ def test_without_a_layer_of_one_input_and_output_the_page_says_why_none_is_drawn
     w, x = {"up": jnp.ones((32, 64)), "head": jnp.ones((64, 16))}, jnp.ones((16, 32))
     assert nodes_of(mp.plan(jax.grad(loss), w, x, mesh="data=4", layout="batch: data", dims={"x": "batch embed"})) == []
     assert f"No layer is drawn: {reason}" in page.locator("#layer").inner_text()
-
-
-def test_a_program_without_matmuls_has_no_drawing(nodes_of):
-    x = jax.ShapeDtypeStruct((16,), jnp.float32)
-    assert nodes_of(mp.plan(lambda x: x + 1, x, mesh="data=4", layout="batch: data", dims={"x": "batch"})) == []
-
-
-def test_without_a_chip_no_seconds_are_drawn(nodes_of):
-    nodes = nodes_of(lab_program.planned(lab_program.MESH, LAYOUT, None))
-    assert {n["time"] for n in nodes} == {""}
-    assert all("s" not in g["cost"].split("B")[1] for n in nodes for w in n["weights"] for g in w["gates"])
 
 
 @pytest.mark.parametrize("width", [1280, 380])

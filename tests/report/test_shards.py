@@ -7,12 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
-from rich.color import ColorSystem
 from rich.console import Console
-from rich.style import Style
 
 import meshpar as mp
-from meshpar._src.report.colours import AxisColours
 from meshpar._src.report.shards import shards_renderable
 from meshpar.errors import PatternError
 
@@ -82,19 +79,6 @@ def test_a_pattern_chooses_arguments_and_large_grids_are_shortened():
     assert "float32[2, 1, 4] on 1 device each" in up
     with pytest.raises(PatternError, match="matches no argument"):
         plan.show("w/upp")
-
-
-def test_pictures_fit_a_terminal_of_80_columns():
-    plan = planned("data=4, model=32", "mlp: model; batch: data")
-    lines = shown(plan, "*", 80).splitlines()
-    assert 60 < max(map(len, lines)) <= 80
-    assert len(grid(shown(plan, "w/up"))[0]) == 3  # of 32 blocks with four devices each
-
-
-def test_names_of_axes_have_their_colours():
-    text = shown(planned("data=4, model=2", "mlp: model; embed: data"), "w/up", colour=True)
-    for axis, style in AxisColours(["data", "model"]).styles.items():
-        assert text.count(Style.parse(style).render(axis, color_system=ColorSystem.TRUECOLOR)) == 2
 
 
 def test_show_prints_for_standard_output(capsys):

@@ -1,13 +1,11 @@
 """A plan in the terminal: the bar of a device's memory, colours of axes."""
 
 import io
-import json
 import re
 
 import jax
 import jax.numpy as jnp
 import lab_program
-import optax
 import pytest
 from rich.ansi import AnsiDecoder
 from rich.console import Console
@@ -17,7 +15,7 @@ import meshpar as mp
 from meshpar._src.hardware.chips import GIB
 from meshpar._src.report.colours import PALETTE, AxisColours
 from meshpar._src.report.document import plain
-from meshpar._src.report.facts import argument_groups, collective_groups
+from meshpar._src.report.facts import collective_groups
 from meshpar._src.report.tables import Wrapped
 from meshpar._src.report.text import BAR_CELLS, memory_bar
 from meshpar._src.units import format_bytes
@@ -105,49 +103,6 @@ def test_axes_have_the_same_colour_everywhere():
     assert [s.start for s in dims.spans if s.style == data] == [11]
     assert styles_of(styles.mesh("data=4, model=2")) == {("data=4", data), ("model=2", model)}
     assert styles_of(styles.axes(["third", "data"]).terminal) == {("third", third), ("data", data)}
-
-
-def test_the_stored_kinds_say_what_is_donated():
-    def step(params, x):
-        return {"a": params["a"] - x.mean(), "b": params["b"] - x.mean()}, x
-
-    params, x = {"a": ARGS[0], "b": ARGS[0]}, ARGS[1]
-
-    def labels(*paths, **donated):
-        plan = mp.plan(step, params, x, mesh="data=4", layout="batch: data", dims={"x": "batch embed"}, **donated)
-        assert json.loads(plan.to_json())["donated"] == list(paths)
-        text = str(plan)
-        lines = text[text.index("each device stores") :].splitlines()
-        return [line.split("  ")[0] for line in lines if line.startswith(("parameters", "other inputs"))]
-
-    assert labels() == ["parameters", "other inputs"]
-    assert labels("params/a", "params/b", donate_argnames="params") == ["parameters (donated)", "other inputs"]
-    both = labels("params/a", "params/b", "x", donate_argnums=(0, 1))
-    assert both == ["parameters (donated)", "other inputs (donated)"]
-    where = {"mesh": "data=4", "layout": "batch: data", "dims": {"x": "batch _"}}
-    plan = mp.plan(lambda x, y: (x + 1, y), *ARGS, donate_argnames="x", **where)
-    assert [label for label, _, _ in argument_groups(plan, str)] == ["other inputs (some donated)"]
-
-
-def test_unnamed_dims_are_those_of_arguments_where_an_argument_has_them():
-    """All values of Adam have the dims of the weights: one line for each weight, and one for an op whose dim no argument has."""
-    tx = optax.adam(1e-3)
-
-    def step(params, state, x):
-        grads = jax.grad(
-            lambda p: jnp.sum(jnp.tanh(jnp.arange(6.0) + 1)) * jnp.mean(jnp.tanh(x @ p["up"]) @ p["down"])
-        )(params)
-        updates, state = tx.update(grads, state)
-        return optax.apply_updates(params, updates), state
-
-    params = {"up": ARGS[0], "down": jax.ShapeDtypeStruct((512, 128), jnp.float32)}
-    args = params, jax.eval_shape(tx.init, params), ARGS[1]
-    dims = {"*/up": "_ mlp", "*/down": "mlp embed", "x": "batch _"}
-    text = str(mp.plan(step, *args, mesh="data=4", layout="batch: data", dims=dims))
-    places = [line.split(" × unnamed in ")[1] for line in text.splitlines() if " × unnamed in " in line]
-    assert places[0] == "params/up [256, 512] (_ mlp)"
-    assert [place for place in places if "optax" in place or "/down" in place] == []
-    assert [place.partition(" at ")[0] for place in places[1:]] == ["iota [6] (_)"] or "[6] (_)" in places[1]
 
 
 def test_a_plan_with_colours_has_the_same_text():

@@ -11,8 +11,7 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.report.facts import kernel_seconds
-from meshpar._src.report.timeline import COMPUTE, LOOP, PHASES, slowest_kernel, step_bounds, timeline
-from meshpar._src.units import format_seconds
+from meshpar._src.report.timeline import COMPUTE, LOOP, PHASES, step_bounds, timeline
 from meshpar.errors import UnsupportedError
 
 FSDP, TENSOR = "batch: data; embed: data", "batch: data; mlp: model; embed: data"
@@ -97,18 +96,6 @@ def test_the_passes_of_a_train_step_follow_each_other():
     assert {s.phase for s, _ in forward.walk()} == {"forward"}
 
 
-def test_the_lane_of_a_collective_is_its_network():
-    def networks(plan):
-        return {s.axes: s.lane for s, _ in timeline(plan).walk() if s.axes}
-
-    assert networks(batched(FSDP, "2x v5e:2x4", "slice=2, data=8")) == {("data",): "ICI"}
-    both = networks(batched("batch: slice+data; embed: data", "2x v5e:2x4", "slice=2, data=8"))
-    assert both["data",] == "ICI"
-    assert {lane for axes, lane in both.items() if "slice" in axes} == {"DCN"}
-    assert set(networks(batched(TENSOR, "h100:8", "data=4, model=2")).values()) == {"NVLink"}
-    assert networks(batched(TENSOR, "2x h100:8", "data=2, model=8"))["data",] == "node network"
-
-
 def test_what_bounds_a_step():
     bound, seconds = step_bounds(batched("", "v5e:1x1", "data=1"))[0]
     ops = batched("", "v5e:1x1", "data=1").time.ops
@@ -128,20 +115,6 @@ def test_what_bounds_a_step():
     own = [schedule.slot(i, 0, schedule.starts[i] + k) for i in range(schedule.loops) for k in range(schedule.slots(i))]
     said = f"idle in {own.count(None)} of its {len(own)} slots, {100 * own.count(None) / len(own):.1f} % of the layers' time, "
     assert said + f"{100 * bubble / plan.seconds:.0f} % of the step" in " ".join(str(plan).split())
-
-
-def test_the_slowest_kernel_has_its_place_its_calls_and_its_unit():
-    x, w = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 4096), (8, 4096, 4096)))
-    where = {"mesh": "data=1", "topology": "v5e:1x1", "layout": "", "dims": {"x": "batch embed", "w": "layers embed _"}}
-    layers = mp.plan(lambda x, w: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0], x, w, **where)
-    (op,) = (o for o in layers.time.ops if o.flops)
-    line = f"at {op.origin.source}, {format_seconds(8 * op.seconds)} in 8 calls, "
-    assert slowest_kernel(layers).startswith(f"the matmul {line}")
-    assert slowest_kernel(layers).endswith("% of the step, bound by matmuls")
-    assert slowest_kernel(layers) in " ".join(str(layers).split())
-    added = mp.plan(lambda x: (x + 1) * 2, x, **where | {"dims": {"x": "batch embed"}})
-    assert slowest_kernel(added).endswith(" in 1 call, 100 % of the step, bound by vector units")
-    assert slowest_kernel(batched(FSDP, None)) == ""
 
 
 def test_without_a_chip_there_is_no_timeline(tmp_path):

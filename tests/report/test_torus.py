@@ -70,30 +70,6 @@ def test_links_and_devices_are_those_of_the_plan(page, mesh, topology, tmp_path)
         assert want > 0
 
 
-def test_rows_and_chips_choose_the_group(page, tmp_path):
-    shown(page, lab_program.planned("data=4, model=4", LAYOUT, "v5e:4x4"), tmp_path / "plan.html")
-    page.mouse.move(0, 0)
-    assert page.locator(".torus .hop").count() == 6  # a line of four chips for each axis
-    page.locator(".torus .device").nth(9).click()
-    assert page.locator(".torus .device[fill='var(--ink)'] title").text_content() == "x 1, y 2"
-    page.locator("tr[data-row='1']").focus()
-    assert page.locator(".torus .hop").count() == 3
-    assert page.locator(".torus .hop").first.get_attribute("data-axes") == "model"
-
-
-def test_gpus_are_drawn_in_nodes_with_switches(page, tmp_path):
-    plan = lab_program.planned("data=8, model=2", LAYOUT, "2x h100:8")
-    data = shown(page, plan, tmp_path / "plan.html")
-    text = page.locator(".torus svg").inner_html()
-    assert text.count("NVSwitch") == 2
-    assert "node 1" in text
-    rows = {row["axes"][0]: row["stages"] for row in data["rows"]}
-    assert [(s["dim"], s["size"]) for s in rows["model"]] == [("switch", 2)]
-    assert sorted((s["dim"], s["size"]) for s in rows["data"]) == [("slice", 2), ("switch", 4)]
-    # one link of each device to the network, one to its switch
-    assert page.locator(".torus .hop[data-axes='data']").count() == 8 + 8
-
-
 def test_devices_without_positions_are_not_drawn(page, tmp_path):
     lab_program.planned("data=4, model=4", LAYOUT, None).save(tmp_path / "plan.html")
     page.goto((tmp_path / "plan.html").as_uri())

@@ -12,8 +12,6 @@ from collectives_of import planned_and_compiled
 from jax import lax
 from same_results import assert_as_unsharded
 
-import meshpar as mp
-
 RNG = np.random.default_rng(1)
 MESHES = {"data=4, model=2": "seq: data", "data=2, model=2, idle=2": "seq: data+model"}
 OPTIONS = {"mesh": "data=4, model=2", "layout": "seq: data", "dims": {"x": "batch seq embed"}}
@@ -63,26 +61,6 @@ def test_nan_and_infinities():
         return [op(x, axis=1, reverse=reverse) for op in ops for reverse in (False, True)]
 
     assert_as_unsharded(step, x, lowerings=["shard_map"], **OPTIONS)
-
-
-def test_an_associative_scan_of_the_users():
-    """It consists of slices. One indivisible slice is all-gathered, with a cause; the others exchange single rows."""
-    x = normal(2, 16, 3)
-
-    def step(x):
-        return lax.associative_scan(lambda a, b: a * 0.5 + b, x, axis=1)
-
-    assert_as_unsharded(step, x, rtol=1e-6, atol=0, **OPTIONS)
-    plan = mp.plan(step, x, lowering="shard_map", **OPTIONS)
-    gathers = [c for c in plan.collectives if c.op == "all-gather"]
-    assert {c.cause for c in gathers} == {
-        "slice needs all of `seq`, which `seq: data` splits, so each device fetches it first"
-    }
-    row = 2 * 3 * 4
-    assert [c.bytes for c in gathers] == [3 / 4 * 4 * row]
-    others = {(c.op, c.bytes) for c in plan.collectives if c not in gathers}
-    assert others == {("all-reduce", 2 * row * 3 / 4), ("collective-permute", row)}
-    assert plan.bytes_sent <= 400
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Ops that read elements of other shards: results equal the unsharded run, and the compiled program has the planned exchanges."""
 
 import functools
-from collections import Counter
 
 import arrays
 import covering
@@ -237,20 +236,6 @@ def test_half_shards_are_sent_once_for_any_number_of_devices():
     assert planned == found == {("collective-permute", 2 * ROW): 4}
 
 
-def test_cost_counts_the_halos():
-    """A split of the rows costs two halos, a split of the features nothing."""
-    x, w = normal(2, 24, 8), normal(3, 8, 8)
-
-    def step(x, w):
-        y = lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))
-        return mp.named(y, "batch rows out")
-
-    layout = mp.Layout("rows: data; in: data; out: data", resolve="cost")
-    plan = mp.plan(step, x, w, mesh="data=4, model=2", layout=layout, dims={"x": "batch rows in", "w": "_ in out"})
-    moved = Counter(c.op for c in plan.collectives)
-    assert moved["collective-permute"] == 2
-
-
 def test_a_window_along_a_dim_that_only_the_op_splits():
     """XLA's partitioner gets the gradient of a maximum wrong there (found by the fuzzer)."""
     weights = normal(12, 24, 3)
@@ -261,16 +246,3 @@ def test_a_window_along_a_dim_that_only_the_op_splits():
 
     options = {"mesh": "rows=4, idle=2", "layout": "height?: rows", "dims": {"x": "_ height _ _"}}
     assert_as_unsharded(jax.grad(loss), normal(12, 6, 4, 3), lowerings=["jit"], rtol=1e-6, atol=0, **options)
-
-
-def test_the_gradient_of_pools_within_shards_sends_nothing():
-    x = jax.ShapeDtypeStruct((2, 16, 8), jnp.float32)
-
-    for taps in (2, 4):
-        window = (1, taps, 1)
-
-        def loss(x, window=window):
-            return jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID") ** 2)
-
-        plan = mp.plan(jax.grad(loss), x, mesh="data=4, model=2", layout="rows: data", dims={"x": "_ rows _"})
-        assert not [c for c in plan.collectives if c.shape]

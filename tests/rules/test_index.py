@@ -74,14 +74,6 @@ def test_composite_primitives(layout, lowering):
     assert np.array_equal(got["ldexp"], np.ldexp(x, 3))
 
 
-def test_a_search_gathers_the_sorted_array_once():
-    a, q = np.sort(normal(16)), normal(8, 4)
-    layout = "bins: data; columns: model"
-    dims = {"a": "bins", "v": "rows columns"}
-    _, planned, compiled = planned_and_compiled(jnp.searchsorted, a, q, layout=layout, dims=dims)
-    assert planned == compiled == {("all-gather", 16 * 4 * 3 / 4): 1}
-
-
 # -- every form of read and write, against the unsharded run
 
 N, C, B = 16, 4, 4
@@ -271,48 +263,6 @@ def test_dtypes_without_addition_or_zero():
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
-def test_windows_without_elements():
-    def step(x, i):
-        return lax.dynamic_slice(x, (i, 0), (0, 4)), lax.dynamic_update_slice(x, x[:0], (i, 0))
-
-    assert_as_unsharded(step, normal(8, 4), np.int32(1), mesh="data=4", layout="a: data", dims={"x": "a b"})
-
-
-def test_a_window_dim_that_is_not_indexed():
-    """It is read and written at index 0, on one device."""
-    x, j = np.arange(32, dtype=np.float32).reshape(8, 4), np.array([[1], [2]], np.int32)
-
-    def step(x, j):
-        added = lax.scatter_add(x, j, jnp.full(2, 10.0), lax.ScatterDimensionNumbers((), (0, 1), (1,)))
-        return added, lax.gather(x, j, lax.GatherDimensionNumbers((), (0, 1), (1,)), (1, 1))
-
-    run = mp.jit(step, mesh=MESH, layout="rows: data", dims={"x": "rows cols"})
-    want = x.copy()
-    want[0, 1:3] += 10
-    for a, b in zip(run(x, j), (want, x[0, 1:3]), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def test_counted_indices_along_the_components():
-    """``iota`` along the last dim of the indices counts their components, and is no batch of rows."""
-    x, j = np.arange(10, dtype=np.float32).reshape(2, 5), np.array([[3], [1]], np.int32)
-
-    def step(x, j):
-        index = jnp.concatenate([lax.broadcasted_iota(jnp.int32, (2, 1), 1), j], 1)
-        return lax.gather(x, index, lax.GatherDimensionNumbers((), (0, 1), (0, 1)), (1, 1))
-
-    run = mp.jit(step, mesh=MESH, layout="two: model", dims={"x": "two n"})
-    np.testing.assert_array_equal(run(x, j), [3, 1])
-
-
-def test_counting_in_a_dtype_that_rounds():
-    """The index in the array is rounded once."""
-    x = np.zeros(516, jnp.bfloat16)
-    options = {"mesh": MESH, "layout": "n: data", "dims": {"x": "n"}, "lowering": "shard_map"}
-    found = mp.jit(lambda x: lax.iota(jnp.bfloat16, 516) + x, **options)(x)
-    np.testing.assert_array_equal(np.float32(found), np.float32(np.arange(516).astype(jnp.bfloat16)))
-
-
 # -- bytes that are sent
 
 SENT = {  # (function, name of the dim of updates and indices, bytes sent, before the factor of 3/4 for 4 devices)
@@ -341,16 +291,6 @@ def test_bytes(name, layout):
     _, planned, compiled = planned_and_compiled(f, x, u, i, layout=rules, dims=dims)
     assert planned == compiled
     assert sum(size * count for (_, size), count in compiled.items()) <= volume * 3 / 4
-
-
-def test_a_loop_that_walks_over_an_array_gathers_it_once():
-    x = np.arange(64, dtype=np.float32).reshape(16, 4)
-
-    def walk(x, c):
-        return lax.scan(lambda c, i: (c * 0.5 + lax.dynamic_index_in_dim(x, i, 0, False), None), c, jnp.arange(16))[0]
-
-    _, planned, compiled = planned_and_compiled(walk, x, x[0], layout="rows: data", dims={"x": "rows cols"})
-    assert planned == compiled == {("all-gather", 16 * 4 * 4 * 3 / 4): 1}
 
 
 # -- decoding with a cache that is split by length
@@ -404,14 +344,6 @@ def test_decoding_with_a_cache_that_is_split_by_length(step, layout, lowering):
     sent = run.plan(cache, new, q, position).collectives
     assert {c.op for c in sent} == {"all-reduce"}
     assert {c.shape for c in sent} <= {(b, h), (b, h, 1), (b, h, d)}
-
-
-def test_one_element_of_a_dim_and_an_uneven_slice_of_another():
-    """The shards of the slice are exchanged or gathered as if the other dim were read completely."""
-    x = np.arange(4 * 16 * 8, dtype=np.float32).reshape(4, 16, 8)
-    options = {"mesh": MESH, "dims": {"x": "batch rows columns"}, "lowering": "shard_map"}
-    for layout in ("rows: data", "rows: data; columns: model"):
-        np.testing.assert_array_equal(mp.jit(lambda x: x[:, 1:, 3], layout=layout, **options)(x), x[:, 1:, 3])
 
 
 @pytest.mark.parametrize("lowering", ["shard_map", "jit"])

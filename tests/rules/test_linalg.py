@@ -135,18 +135,3 @@ def test_iterations_over_split_rows_send_what_plain_jit_sends(solver, lowering):
         assert {c.op for c in run.plan(t, y).collectives} == {"all-reduce"}
         (note,) = (n for n in run.plan(t, y).notes if "number of iterations" in n)
         assert "test_linalg.py" in note
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_triangular_solve_gathers_matrices_that_are_split(lowering):
-    """All-to-alls split the batch instead, and only the result is all-gathered: 216 bytes instead of 240 for two all-gathers."""
-    a, b = np.tril(normal(8, 6, 6)) + 4 * np.eye(6, dtype=np.float32), normal(8, 6, 4)
-    dims = {"a": "batch rows _", "b": "batch rows _"}
-    layout = "batch: data; rows: model"
-    run = mp.jit(triangular_solve, mesh="data=4, model=2", layout=layout, dims=dims, lowering=lowering)
-    np.testing.assert_allclose(run(a, b), np.linalg.solve(a, b), rtol=2e-5, atol=2e-5)
-    sent = run.plan(a, b).collectives
-    assert {c.axes for c in sent} == {("model",)}
-    half = [2 * 6 * n * 4 / 2 for n in (4, 6)]  # what a device lacks of the two operands
-    moved = [("all-gather", half[0]), ("all-to-all", half[0] / 2), ("all-to-all", half[1] / 2)]
-    assert sorted((c.op, c.bytes) for c in sent) == moved

@@ -289,63 +289,6 @@ def test_the_smaller_of_operand_and_result_is_reduced():
     assert sent(lambda x: x.max(0).max(), g, **eight) == [("all-reduce", 2 * 4 * 7 / 8, "float32")]
 
 
-def test_a_partial_value_passes_through_dims_of_size_1():
-    """A scale that is broadcast to every image, as by a GroupNorm under ``vmap``: its gradient alone is reduced."""
-    w, x = np.ones(4, np.float32), np.ones((8, 4, 16), np.float32)
-
-    def loss(w, x):
-        return jnp.mean(jax.vmap(lambda w, x: x * jnp.broadcast_to(w[:, None], x.shape), (None, 0))(w, x) ** 2)
-
-    for options in (OPTIONS, {**OPTIONS, "layout": "batch: data; width: idle", "dims": {"x": "batch _ width"}}):
-        found = [(c.op, c.shape) for c in mp.plan(jax.grad(loss), w, x, **options).collectives]
-        assert set(found) == {("all-reduce", (4,))}
-    assert sent(lambda x: x.sum(0, keepdims=True).sum((1, 2)), x) == [("all-reduce", 2 * 4 * 3 / 4, "float32")]
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_low_rank_gradients_are_reduced_after_the_products_with_the_gradient_of_merged_weights(dtype, microbatches):
-    """The gradient of ``w`` has 32 times the elements of those of ``a`` and ``b``, and is read for both."""
-    r = np.random.default_rng(0)
-    w, a, b = (jnp.asarray(r.integers(-3, 4, n), jnp.float32) / 8 for n in [(64, 64), (2, 64), (64, 2)])
-    x = jnp.asarray(r.integers(-3, 4, (16, 64)), jnp.float32)
-
-    def loss(lora, x):
-        return jnp.sum(
-            (x.astype(dtype) @ (w.astype(dtype) + (lora["b"] @ lora["a"]).astype(dtype))).astype(jnp.float32) ** 2
-        )
-
-    grad = jax.grad(loss)
-    step = mp.jit(
-        mp.train.accumulate_gradients(grad, microbatches) if microbatches > 1 else grad,
-        mesh="data=4, idle=2",
-        layout="batch: data",
-        dims={"x": "batch _"},
-        lowering="shard_map",
-    )
-    lora = {"a": a, "b": b}
-    assert step.plan(lora, x).bytes_sent == 2 * 2 * 2 * 64 * 4 * 3 / 4
-    want = grad(lora, x)
-    for k, got in step(lora, x).items():
-        np.testing.assert_allclose(got * microbatches, want[k], rtol=1e-5 if dtype == jnp.float32 else 0.1, atol=0.5)
-
-
-def test_a_value_that_is_read_for_more_than_it_has_is_reduced_first():
-    """Each product has half of the elements of the sum: three of them are more, and so is one with the sum itself."""
-    x, q = np.ones((8, 64, 64), np.float32), np.ones((64, 32), np.float32)
-    whole, half = ("all-reduce", 2 * 64 * 64 * 4 * 3 / 4, "float32"), ("all-reduce", 2 * 64 * 32 * 4 * 3 / 4, "float32")
-
-    def products(times, also=False):
-        def program(x, q):
-            s = x.sum(0)
-            return [s @ (q + k) for k in range(times)] + ([s] if also else [])
-
-        return sent(program, x, q)
-
-    assert products(1) == [half]
-    assert products(2) == products(3) == products(1, also=True) == [whole]
-
-
 def test_a_value_with_two_readers_is_reduced_once_before_both():
     """Clipping by the global norm sends as many bytes as without, plus the norm."""
     x = np.ones((8, 4, 64), np.float32)

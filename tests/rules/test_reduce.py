@@ -1,6 +1,5 @@
 """Reductions over the axis of a ``vmap``: equal to the unsharded run, and only the results are sent."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,26 +79,3 @@ def test_integers_booleans_and_narrow_floats():
 
     options = {"mesh": "data=4, model=2", "layout": "rows: data; columns: model", "dims": {"*": "rows columns"}}
     assert_as_unsharded(step, n, flags, halves, rtol=0, atol=0, **options)
-
-
-def test_batch_norm_across_replicas_sends_no_activations():
-    """Flax's BatchNorm with ``axis_name`` sends two moments in the forward pass, and their cotangents in the backward pass."""
-    model = nn.BatchNorm(use_running_average=False, axis_name="i")
-    variables = model.init(jax.random.key(0), X[0])
-
-    def step(variables, x):
-        def loss(params):
-            def of(x):
-                y, new = model.apply({**variables, "params": params}, x, mutable=["batch_stats"])
-                return jnp.mean(jnp.square(y - 1)), new
-
-            each, new = jax.vmap(of, axis_name="i", out_axes=(0, None))(x)
-            return each.mean(), new
-
-        (value, new), grads = jax.value_and_grad(loss, has_aux=True)(variables["params"])
-        return value, new, grads
-
-    dims = {"x": "replica rows features", "*": "features"}
-    same(step, variables, X, layout=LAYOUT, dims=dims, lowerings=BOTH, meshes=MESHES)
-    plan = mp.plan(step, variables, X, mesh="data=4, model=2", layout=LAYOUT, dims=dims)
-    assert max(c.bytes for c in plan.collectives) <= 2 * (2 * 8 // 2) * 4 * 3 / 4

@@ -78,23 +78,6 @@ def test_sends_candidates(fn, expected):
     assert planned == found == expected
 
 
-@pytest.mark.parametrize(
-    ("draw", "rows"),
-    [
-        (lambda x, key: jax.random.permutation(key, x[:, 0]), 1),
-        (lambda x, key: jax.random.permutation(key, x, independent=True), 4),
-        (lambda x, key: mp.named(x[jax.random.permutation(key, 16)], "rows _"), 4),
-        (lambda x, key: (lambda y: jnp.lexsort((y, jnp.round(y))))(x[:, 0]) + key[0], 1),
-    ],
-)
-def test_a_sort_of_several_operands_gathers_no_operand_that_it_can_recompute(draw, rows):
-    """Random bits and rounded keys are computed for all rows; the array with the rows is gathered once."""
-    x, key = jnp.asarray(np.random.default_rng(0).normal(size=(16, 4)), jnp.float32), jax.random.PRNGKey(0)
-    step = mp.jit(draw, mesh="data=8", layout="rows: data", dims={"x": "rows _"}, lowering="shard_map")
-    assert [(c.op, c.bytes) for c in step.plan(x, key).collectives] == [("all-gather", 16 * rows * 4 * 7 / 8)]
-    np.testing.assert_array_equal(step(x, key), draw(x, key))
-
-
 def test_results_that_nobody_reads_are_not_resharded():
     """An argsort makes the sorted array and its bits as well."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)

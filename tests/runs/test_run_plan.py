@@ -102,22 +102,6 @@ def test_several_topologies(plan, tmp_path):
     assert "price         4.2 for an hour of a v5p, 0.1 for an hour of a v5e: given" in text
 
 
-def test_the_page_draws_parts_and_the_loss_by_save_interval(opened, plan, tmp_path):
-    run = plan.run_plan(1e15, topologies=["v5p:4x4x4", "2x v5p:4x4x4"], mesh="data=-1", mtbf="2000h")
-    run.save(tmp_path / "run.html")
-    page = opened((tmp_path / "run.html").as_uri())
-    widths = page.locator(".parts .track").evaluate_all(
-        "tracks => tracks.map(t => [...t.children].map(i => i.getBoundingClientRect().width / t.clientWidth))"
-    )
-    labels = page.locator("svg circle[role=img]").evaluate_all("all => all.map(c => c.getAttribute('aria-label'))")
-    longest = max(sum(r.parts) for r in run.rows)
-    np.testing.assert_allclose(widths, [[x / longest for x in r.parts] for r in run.rows], atol=0.005)
-    for row, label in zip(run.rows, labels, strict=True):
-        lost = 1 - row.job.step * row.job.steps / row.job.expected(row.save_optimum)
-        assert label.startswith(f"{row.topology}: ")
-        assert float(label.split(": ")[1].split()[0]) == pytest.approx(100 * lost, rel=0.05)
-
-
 @pytest.mark.parametrize(("name", "text"), [("p.toml", "v5p = 4.2"), ("p.json", '{"v5p": 4.2}')])
 def test_prices_of_a_file(plan, tmp_path, name, text):
     (tmp_path / name).write_text(text)

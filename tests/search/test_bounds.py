@@ -116,7 +116,7 @@ def live_nodes():
     return {id(x) for x in gc.get_objects() if type(x).__name__ in ("Kernel", "Buffer")}
 
 
-def test_cached_analyses_of_a_plan_are_freed_without_the_garbage_collector():
+def test_cached_analyses_of_a_plan_are_freed_without_the_garbage_collector(few_objects):
     gc.collect()
     gc.disable()
     try:

@@ -1,7 +1,6 @@
 """The best layout: answers that are known, figures that are plans', bad input."""
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -25,14 +24,11 @@ from meshpar._src.entry.target import load_target
 from meshpar._src.hardware.topology import parse_topology
 from meshpar._src.mesh import parse_mesh
 from meshpar._src.plan.assignment import AxisAssignment
-from meshpar._src.report.document import shown_text
 from meshpar._src.search.evaluation import Evaluation, Settings
-from meshpar._src.search.picture import Picture
 from meshpar._src.search.result import MAX_TERMINAL_ROWS
 from meshpar._src.search.row import Row
-from meshpar._src.search.selection import Candidate, _choice, one_per_kind, with_merged_axes
+from meshpar._src.search.selection import Candidate, _choice, one_per_kind
 from meshpar._src.search.space import Point, Space, meshes
-from meshpar._src.units import format_memory
 
 OPTIMIZER = optax.adam(1e-3)
 V5E = parse_topology("v5e:4x4").chip.per_device().hbm
@@ -158,26 +154,6 @@ def test_a_small_model_on_few_chips_is_data_parallel():
     assert got.best.mesh == "data=4"
 
 
-def test_weights_that_are_read_for_few_tokens_are_split_over_all_devices():
-    """Tensor parallelism without data parallelism is a known scheme on meshes of one axis."""
-
-    def decode(w, x):
-        return jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w["up"]) @ w["down"], None), x, w)[0]
-
-    w, x = {"up": weight(8, 4096, 16384), "down": weight(8, 16384, 4096)}, weight(8, 4096)
-    dims = {"w/up": "layers embed mlp", "w/down": "layers mlp embed", "x": "batch embed"}
-    got = mp.search(decode, w, x, topology="v6e:2x4", dims=dims, max_plans=40)
-    (tensor,) = (r for r in got.rows if r.name == "tensor_parallel" and r.mesh == "model=8")
-    assert str(tensor.layout) == "mlp: model"
-    assert tensor.fits
-    assert got.best.seconds <= 1.002 * tensor.seconds
-
-
-def test_a_huge_vocabulary_is_split():
-    got = found(batch=16, embed=1024, mlp=1024, vocab=2**20)
-    assert any(r.dim == "vocab" and r.axes for r in mp.Layout(got.best.layout).rules)
-
-
 def test_a_model_that_fits_only_with_split_optimizer_state():
     """Weights of 1.1 GB a device fit whole; with their moments they do not."""
     sizes = {"batch": 64, "embed": 8192, "mlp": 32768}
@@ -196,26 +172,6 @@ def test_fsdp_against_megatron_on_both_sides_of_the_tokens_a_chip():
         got = found(batch=batch, options=(("max_plans", 40),))
         least = {name: min(r.seconds for r in got.rows if r.name == name) for name in (first, second)}
         assert least[first] < least[second]
-
-
-def test_a_mixture_of_experts_splits_its_experts():
-    def step(params, x, chosen):
-        def loss(p):
-            sent = jnp.einsum("bsm,bsec->ebcm", x, chosen)
-            back = jnp.einsum("ebcf,efm->ebcm", jax.nn.relu(jnp.einsum("ebcm,emf->ebcf", sent, p["up"])), p["down"])
-            return jnp.sum(jnp.square(jnp.einsum("ebcm,bsec->bsm", back, chosen) - x).astype(jnp.float32))
-
-        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
-
-    params = {"up": weight(64, 1024, 2048), "down": weight(64, 2048, 1024)}
-    dims = {"params/up": "experts embed mlp", "params/down": "experts mlp embed"}
-    dims |= {"x": "batch seq embed", "chosen": "batch seq experts places"}
-    args = params, weight(16, 256, 1024), weight(16, 256, 64, 8)
-    got = mp.search(step, *args, topology="v5e:4x4", dims=dims, mesh="data=16", max_plans=60)
-    splits = {r.dim: r.axes for r in mp.Layout(got.best.layout).rules if r.scope is None}
-    assert splits["experts"] == ("data",)
-    fsdp = next(r for r in got.rows if r.name == "fsdp")
-    assert got.best.seconds < 0.9 * fsdp.seconds
 
 
 def test_nothing_fits_names_the_slice_on_which_it_would():
@@ -260,40 +216,11 @@ def test_weights_and_optimizer_state_have_rules_of_their_own():
     assert scopes == {None: {"batch", "seq", "embed", "mlp"}, "opt": {"embed", "mlp"}, "params": {"embed"}}
 
 
-def test_a_scheme_without_its_dims_has_no_name():
-    """A program without `seq` cannot be context parallel."""
-    args, dims = (weight(64, 4096), weight(4096, 4096)), {"x": "batch embed", "w": "embed mlp"}
-    found = mp.search(lambda x, w: x @ w, *args, topology="v5e:2x4", dims=dims, max_axes=2, max_plans=60)
-    names = {row.name for row in found.rows} - {""}
-    assert "data_parallel" in names
-    assert not names & {"context_parallel", "expert_parallel"}
-    for row in found.rows:
-        if row.name:
-            axes = {a for rule in mp.Layout(row.layout).rules for a in rule.axes}
-            assert axes == {a.split("=")[0] for a in row.mesh.split(", ")}
-
-
 def test_the_best_candidate_without_rules_is_said_to_be_unsharded():
     got = found()
     row = replace(got.rows[0], layout="")
     got = replace(got, best=row, rows=(row, *got.rows[1:]))
     assert all("(nothing sharded)" in text for text in (repr(got), str(got), got._repr_html_()))
-
-
-def test_every_letter_of_the_plot_is_drawn_and_has_a_row():
-    best = Row("data=8", "batch: data", 1.0, 100.0, 0.0, True)
-    front = [Row("data=8", f"d{k}: data", 1.0 + k / 1e4, 100.0 - k / 1e4, 0.0, True, front=True) for k in range(1, 7)]
-    far = Row("data=8", "embed: data", 2.0, 50.0, 0.0, True)
-    lines = shown_text(Picture([best, *front, far], best, 200.0).terminal()).splitlines()[:9]
-    plot = "".join(line[11:] for line in lines)
-    assert sorted(c for c in plot if c in "★ABCDEFG") == sorted("★ABCDEF")
-    result = found()
-    labels = result._picture.labels
-    assert set(labels) <= set(result._listed(1))
-    assert labels[result.best] == "★"
-    others = [r for r in result.front if r != result.best]
-    assert [labels[r] for r in others] == [chr(ord("A") + k) for k in range(len(others))]  # a row has one label
-    assert [row[0].text for row in result._table(labels).rows] == [*labels.values()]
 
 
 def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
@@ -325,60 +252,11 @@ def test_the_report_says_what_became_of_the_plans_and_why_rows_are_not_chosen():
     assert f"{len(alike) + 1} of them as good as ★" in " ".join(str(folded).split())
     for row in got.rows:
         assert row.mfu == pytest.approx(got.plan(row).time.mfu, rel=1e-6)
-    turned = replace(got.best, mesh=", ".join(reversed(got.best.mesh.split(", "))), seconds=2 * got.best.seconds)
-    order = "; another order of the axes: other places on the torus" * (turned.mesh != got.best.mesh)
-    assert got._why_not(turned) == f"2 × as long as ★{order}"
     less = replace(got.best, layout="batch: data", seconds=1.001 * got.best.seconds)
     simpler = (got.best.rules, got.best.uses) > (1, 1)
     assert got._why_not(less) == "as fast as ★" + ", but less simple" * (not simpler)
-    many = replace(less, layout="batch: data; embed: model; vocab: model; mlp: model", seconds=0.98 * less.seconds)
-    assert got._why_not(many) == "1.9 % faster than ★, but less simple"
-    large = replace(less, seconds=1.02 * got.best.seconds, peak=got.usable)
-    scarce = f", and needs {format_memory(got.usable - got.best.peak)} more memory, which is scarce" * simpler
-    assert got._why_not(large) == "2.0 % slower than ★" + scarce
-    assert got._why_not(replace(turned, fits=False, peak=got.usable + 2**30)) == "too large by 1.00 GiB"
+    assert got._why_not(replace(less, fits=False, peak=got.usable + 2**30)) == "too large by 1.00 GiB"
     assert got._why_not(got.best) == ""
-
-
-def test_of_ties_one_that_leaves_memory_free_is_chosen():
-    """Also where one of fewer rules fills more than half of it."""
-    got = found(batch=4096, options=(("max_plans", 60),))
-    ties = [r for r in got.rows if r.fits and r.seconds <= 1.03 * min(r.seconds for r in got.rows if r.fits)]
-    usable = 0.85 * V5E
-    assert got.usable == usable
-    assert got.best.peak <= usable / 2 or all(r.peak > usable / 2 for r in ties)
-
-
-def test_pictures(tmp_path):
-    got = found()
-    front = [r for r in got.front if r.fits]
-    text = str(got)
-    assert "step time" in text
-    lines = [line for line in text.splitlines() if "│" in line]
-    assert len(lines) == 9
-    drawn = "".join(line.split("│")[1] for line in lines)
-    assert drawn.count("★") == 1
-    assert set(drawn) <= {*" ·─┄┆★", *(chr(65 + k) for k in range(len(front)))}
-    assert max(map(len, lines)) <= 100
-    for name in ("a.html", "a.json", "a.txt"):
-        got.save(tmp_path / name)
-    page = (tmp_path / "a.html").read_text()
-    drawn = [r.cost for r in got.rows if r.seconds <= 8 * min(s.seconds for s in got.rows) or r == got.best]
-    assert len(got.points) + got.illegal <= got.planned
-    assert set(drawn) <= set(got.points)
-    every = {p for p in got.points if p[0] <= 8 * min(s.seconds for s in got.rows)}
-    assert page.count("<circle") == len(drawn) + len(every)
-    assert len(re.findall(r"<a [^>]*><circle", page)) == len(drawn)
-    assert "http" not in page.replace("http-equiv", "")
-    ids, links = re.findall(r'<tr id="(plan-\d+)"', page), re.findall(r'<a href="#(plan-\d+)"', page)
-    assert len(ids) == min(40, len(got.rows))
-    assert links
-    assert set(links) <= set(ids)
-    best = f"plan-{got.rows.index(got.best)}"
-    assert page.split(f'id="{best}"')[1].split("</tr>")[0].count("★") == 1
-    assert "<svg" in got._repr_html_()
-    with pytest.raises(mp.errors.UnsupportedError, match="cannot be saved as"):
-        got.save(tmp_path / "a.pdf")
 
 
 def test_fixed_rules_come_first_and_forbidden_dims_are_whole():
@@ -425,13 +303,6 @@ def test_a_search_of_a_program_without_a_dim_called_batch_says_so(name, note):
     assert (says in str(got)) == note
 
 
-def test_nothing_fits_because_of_saved_activations():
-    """The hint of the best plan: what saves activations."""
-    got = found(topology="v5e:2x2", batch=2**24, embed=512, mlp=4096)
-    assert not got.fits
-    assert "saved activations" in str(got).partition("\nfix  ")[2].partition("\nsearch")[0]
-
-
 def test_interrupted_or_out_of_time_it_has_the_best_so_far():
     told = []
 
@@ -446,15 +317,6 @@ def test_interrupted_or_out_of_time_it_has_the_best_so_far():
     assert (few.planned, few.ended) == (7, "stopped at 7 plans")
     short = found(options=(("time_limit", 1e-6),))
     assert (short.planned, short.ended) == (1, "stopped at the time limit")
-
-
-def test_interrupted_in_its_first_plan_it_has_none(monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(importlib.import_module("meshpar._src.search.evaluation"), "plan_without_passes", stop)
-    with pytest.raises(KeyboardInterrupt):
-        mp.search(train_step, *model(64), topology="v5e:4x4", dims=DIMS)
 
 
 def test_what_the_compiler_refuses_is_passed_over(monkeypatch):
@@ -516,7 +378,7 @@ def test_programs_that_vary_are_chosen_from():
 
 @pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_hash_seed():
-    code = "import test_search as t; print(t.found(batch=16).to_json())"
+    code = "import test_search as t; print(t.found(batch=16, options=(('max_plans', 20),)).to_json())"
     here = Path(__file__).parent
     answers = set()
     for seed in ("1", "2"):
@@ -589,25 +451,6 @@ def test_rows_are_distinct_choices_that_can_be_planned_as_printed():
                     base.replan(mesh=row.mesh, layout=row.layout.replace(f"{rule.dim}?", rule.dim))
 
 
-def test_an_axis_that_is_always_used_with_another_is_merged_where_it_costs_the_same():
-    base = planned(batch=256, mesh="data=16", lowering="auto", overlap="auto")
-    evaluate = Evaluation(Settings("v5e:4x4"), "", base, space_of(base), 400)
-
-    def candidate(layout, sizes):
-        point = evaluate.space.point(tuple(sizes.items()), mp.Layout(layout).rules)
-        return Candidate(evaluate.plan(point), evaluate, point)
-
-    def merged(layout, sizes, keep=()):
-        return with_merged_axes(candidate(layout, sizes), keep, may_plan=True)
-
-    sizes = {"data": 4, "model": 2, "third": 2}
-    one = merged("batch: data; mlp: model+third", sizes)
-    assert one.point.sizes == (("data", 4), ("model", 4))
-    assert one.row.seconds <= 1.01 * candidate("batch: data; mlp: model+third", sizes).row.seconds
-    assert merged("batch: data; mlp: model+third; embed: third", sizes).point.sizes == tuple(sizes.items())
-    assert merged("batch: data; mlp: model+third", sizes, keep=("third",)).point.sizes == tuple(sizes.items())
-
-
 def test_rows_of_one_kind_and_cost_are_one_row():
     def candidate(layout, seconds, peak=1.0, name="", **sizes):
         rules = mp.Layout(layout).rules
@@ -651,43 +494,16 @@ def test_a_choice_is_not_dominated_by_a_faster_and_smaller_candidate():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "mesh", "layouts"),
-    [
-        ("mixtral.py:mixtral_8x7b", "data=8, expert=8, model=8", ["expert_tensor"]),
-        (
-            "deepseek.py:deepseek_671b",
-            "data=64, model=8",
-            ["expert_megatron", "batch: data; heads, mlp, vocab: model; expert: data; seq: model; embed: data+model"],
-        ),
-    ],
-)
-def test_a_search_finds_no_worse_layout_than_a_known_one(model, mesh, layouts):
-    """Layouts that descents from schemes for dense models do not find, or from a scheme that fits but takes longer."""
-    examples = Path(__file__).parents[2] / "examples"
-    target = load_target(f"{examples / model}", {"batch": 64})
-    step, args, dims = target.step, target.args, target.dims
-    found = mp.search(step, *args, topology="v5p:8x8x8", dims=dims)
-    for layout in layouts:
-        plan = mp.plan(step, *args, mesh=mesh, topology="v5p:8x8x8", layout=layout, dims=dims)
-        assert found.best.seconds <= 1.001 * plan.time.seconds, layout
-
-
-@pytest.mark.slow
-def test_a_descent_passes_a_candidate_that_is_no_better():
-    """`expert` in place of `mlp`, for a small batch of Mixtral on meshes with at most two axes."""
+def test_a_search_finds_no_worse_layout_than_a_known_one():
+    """Layouts of a mixture of experts, which descents from schemes for dense models do not find."""
     examples = Path(__file__).parents[2] / "examples"
     target = load_target(f"{examples / 'mixtral.py'}:mixtral_8x7b", {"batch": 64, "layers": 2})
     step, args, dims = target.step, target.args, target.dims
-    found = mp.search(step, *args, topology="v5p:8x8x8", dims=dims, max_axes=2)
+    where = {"topology": "v5p:8x8x8", "dims": dims}
+    found = mp.search(step, *args, max_axes=2, **where)
+    plan = mp.plan(
+        step, *args, mesh="data=64, expert=8", layout="batch: data+expert; expert: expert; embed: data", **where
+    )
+    assert found.best.seconds <= 1.001 * plan.time.seconds
     (scheme,) = [row for row in found.rows if row.name == "fsdp_tensor"]
     assert found.best.seconds < 0.97 * scheme.seconds
-
-
-def test_an_input_that_is_longer_by_one_than_its_activations_is_not_reported():
-    """`tokens[:, :-1]` has 128 positions, which 2 divides; the argument has 129."""
-    got = mp.search(
-        lambda state, tokens: train_step(state, tokens[:, :-1]), *model(16, 129, 256, 512, 256), topology="v5e:2x2", dims=DIMS
-    )  # fmt: skip
-    assert any(row.name == "sequence_parallel" for row in got.rows)
-    assert not any(row.undivided for row in got.rows)

@@ -100,14 +100,6 @@ def test_all_schedules_are_tried_for_the_best_candidate(many_small_microbatches)
     assert not [row for row in found.rows if row.schedule and "stage" not in row.mesh]
 
 
-@pytest.mark.slow
-def test_weights_gathered_once_a_step():
-    """FSDP inside of stages: the search finds that gathering weights in every tick takes longer."""
-    found = search(16, 128, fixed="batch, embed: data", mesh="stage=4, data=4", max_plans=40)
-    assert found.best.gather == "step"
-    assert found.plan().pipeline.gather == "step"
-
-
 def test_stages_do_not_pay_where_the_batch_is_large():
     found = search(4, 256, max_plans=30)
     assert "stage" not in found.best.mesh
@@ -133,17 +125,6 @@ def test_rules_and_layouts_of_the_users_with_stages():
     own = search(16, 16, layouts=["layers: stage; batch: data"], **options)
     row = next(row for row in own.rows if row.name == "yours")
     assert own.plan(row).pipeline is not None
-
-
-def test_a_limit_that_ends_the_search_without_stages_leaves_plans_for_them():
-    """The layout without stages needs more than the limit; what stages leave of it is used as well."""
-    found = search(64, 64, SMALL, forbid="seq", max_plans=20)
-    assert (found.planned, found.ended) == (20, "stopped at 20 plans")
-    assert "stage" in found.best.mesh
-    assert found.stages.startswith("stages pay")
-    found = search(64, 64, SMALL, forbid="seq", max_plans=12)
-    assert "best with" in found.stages
-    assert found.stages.endswith("not all layouts with 4 stages were tried: stopped at 12 plans")
 
 
 def test_numbers_of_stages():

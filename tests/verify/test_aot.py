@@ -112,13 +112,6 @@ def test_a_lowered_program_has_its_own_layout_and_devices(own):
         mp.compile(jax.jit(lambda x: x + 1), jnp.ones(4), **own)
 
 
-def test_a_program_on_one_device():
-    compiled = mp.compile(jax.jit(lambda x: x + 1), jnp.ones(4))
-    assert compiled.topology == "cpu:1"
-    assert compiled.collectives == compiled.final_collectives == []
-    assert "each device sends nothing" in str(compiled)
-
-
 def test_an_option_that_the_compiler_refuses(mesh):
     with pytest.raises(CompilerError) as error:
         mp.compile(step, state(), X, mesh=mesh, compiler_options={"xla_no_such_option": True}, **HOW)
@@ -202,16 +195,6 @@ def test_the_hosts_memory_is_not_counted_as_a_devices(lowering, fn):
 
 
 @tpu
-@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_other_tpus(topology):
-    mesh = mp.mesh("data=-1, model=2", topology=topology)
-    compiled = mp.compile(step, state(), X, mesh=mesh, **HOW)
-    assert compiled.topology == topology
-    assert f"num_partitions={mesh.size}" in compiled.as_text()
-    assert compiled.bytes_sent > 0
-
-
-@tpu
 def test_several_slices():
     """Within a slice over ICI, between slices over DCN: together what the plan lists, at most."""
     options = {**HOW, "layout": "batch: slice+data; mlp: model; embed: data", "lowering": "shard_map"}
@@ -226,37 +209,6 @@ def test_several_slices():
     assert ("all-reduce", ("model",)) in near
     planned = sum(c.total_bytes for c in compiled.plan.collectives if "slice" in c.axes)
     assert sum(c.total_bytes for c in far) == pytest.approx(planned, rel=0.01)
-
-
-@tpu
-def test_it_is_what_jax_itself_compiles():
-    """At full effort: the same final text, letter by letter, and the same memory as ``Lowered.compile`` in this process."""
-    mesh = mp.mesh("data=2, model=2", topology="v5e:2x2")
-    lowered = mp.jit(step, mesh=mesh, **HOW).lower(state(), X)
-    here = lowered.compile()
-    there = mp.compile(lowered, effort="full")
-    assert there.as_text() == here.as_text()
-    stats = here.memory_analysis()
-    assert there.memory.peak == stats.peak_memory_in_bytes
-    assert there.memory.temporaries == stats.temp_size_in_bytes
-
-
-@tpu
-def test_a_pallas_kernel_survives():
-    from meshpar_kernels import grouped_matmul
-
-    mesh = mp.mesh("data=4", topology="v5e:2x2")
-
-    def local(x, w, sizes):
-        return grouped_matmul(x, w, sizes, implementation="pallas")
-
-    fn = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=False))
-
-    def like(shape, dtype, *spec):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-    args = like((2048, 256), "bfloat16", "data"), like((4, 256, 256), "bfloat16"), like((4,), "int32")
-    assert "tpu_custom_call" in mp.compile(fn, *args).as_text()
 
 
 @tpu
@@ -276,16 +228,6 @@ def test_too_large_for_a_tpu():
     assert rules
     with pytest.raises(OutOfMemoryError):  # remembered, too
         mp.compile(step, large, x, layout="batch: data", **how)
-
-
-@tpu
-def test_a_mesh_and_another_topology():
-    mesh = mp.mesh("data=2, model=2", topology="v5e:2x2")
-    with pytest.raises(MeshError, match="the devices of the mesh are v5e:2x2, but topology='v6e:2x2'"):
-        mp.compile(step, state(), X, mesh=mesh, topology="v6e:2x2", **HOW)
-    part = jax.sharding.Mesh(mesh.devices[:1], mesh.axis_names)
-    with pytest.raises(MeshError, match="this program uses 2 of the 4 devices of v5e:2x2"):
-        mp.compile(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((8,), "float32", sharding=NamedSharding(part, P())))
 
 
 @cuda

@@ -16,7 +16,7 @@ import meshpar as mp
 from meshpar._src.entry.api import check
 from meshpar._src.lower import LOWERINGS
 from meshpar._src.rules import PRIMITIVES, registry
-from meshpar._src.verify.check import _default_meshes, each_layout
+from meshpar._src.verify.check import _default_meshes
 from meshpar._src.verify.numbers import compare, copies
 from meshpar.errors import CheckError, DivisibilityError
 
@@ -132,14 +132,6 @@ def test_default_meshes_that_do_not_divide_are_skipped_and_listed():
         check(jnp.tanh, three, **options)
 
 
-def test_layouts_may_be_one_or_several_or_a_rule_list():
-    rules = [("batch", "data"), ("embed", None)]
-    assert [str(x) for x in each_layout("batch: data")] == ["batch: data"]
-    assert [str(x) for x in each_layout(["batch: data", "a: b"])] == ["batch: data", "a: b"]
-    assert each_layout(rules) == [mp.Layout(rules)]
-    assert each_layout([rules, "batch: data"]) == [mp.Layout(rules), mp.Layout("batch: data")]
-
-
 def test_donated_and_static_arguments(x):
     kept = jnp.asarray(x)
 
@@ -246,16 +238,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch):
     assert explained
     assert "\nrounding: " in str(report)
     assert report.rows[0].rounding > 1e-5
-    row = report.rows[0]
-    head, line, *notes = " ".join(str(report).split()).replace("rounding: ", "✓rounding: ").split("✓")[1:]
-    assert "1 of 1 runs of" in head
-    more = f"{len(explained)} of {row.leaves} leaves differ by more, as rounding explains"
-    assert line.strip().endswith(f"largest difference {row.difference:.1e}; {more}")
-    assert f"{row.rounding:.1e}" not in line  # it is in the note, which says why it is no error
-    assert (
-        f"These leaves differ by at most {row.rounding:.1e} of their largest value ({row.rounding_path})." in notes[0]
-    )
-    assert "though no op is wrong" in notes[0]
+    assert f"{len(explained)} of {report.rows[0].leaves} leaves differ by more" in " ".join(str(report).split())
     assert all(path.endswith("key_bias") for path in explained)
     assert report.rows[0].rounding_path in explained
 
@@ -307,23 +290,6 @@ def test_a_wrong_integer_is_caught(monkeypatch):
         CheckError, match=r"changes `positive`.*\n.*largest difference 1 .*allowed: 0\n.*reduce_sum → int32\[\]"
     ):
         check(count, x, layout="batch: data", mesh="data=8", dims={"x": "batch _"})
-
-
-def test_a_wrong_loop_is_named(monkeypatch):
-    def layers(w, x):
-        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
-
-    def wrong(eqn, outs):
-        return [1.001 * o for o in outs] if eqn.primitive.name == "scan" else outs
-
-    args = np.eye(8, dtype=np.float32)[None].repeat(3, 0), np.ones((8, 8), np.float32)
-    dims = {"w": "layers embed embed_out", "x": "batch embed"}
-    break_lowering(monkeypatch, wrong)
-    with (
-        pytest.raises(CheckError, match=r"first wrong op: scan .* at .*test_check.py:\d+.*\(layers\)"),
-        pytest.warns(mp.errors.JoinWarning),
-    ):
-        check(layers, *args, layout="batch: data", mesh="data=8", dims=dims)
 
 
 def accumulate(w, x):
@@ -431,15 +397,3 @@ def test_compare():
     half = np.array([1.0, 2.0], jnp.bfloat16)
     assert compare(half, np.array([1.03, 2.0], jnp.bfloat16), 1e-5).ok
     assert not compare(2 * half, half, 1e-5).ok
-
-
-def test_the_leaves_that_differ_by_rounding_are_named():
-    from meshpar._src.verify.check import Report, Row
-
-    rows = [Row("embed: data", "data=2", "shard_map", "w", 1e-7, 9, tuple(f"bias_{k}" for k in range(9)), rounding=2.0)]
-    text = str(Report(rows))
-    head = "1 of 1 runs of `data=2` equal to the unsharded one, to 1e-05 of each leaf's largest value or, each op verified, up to"
-    assert head in " ".join(text.split())
-    assert "\n  bias_0, bias_1" in text
-    assert max(map(len, text.splitlines())) <= 120
-    assert "bias_7 and 1 more" in text

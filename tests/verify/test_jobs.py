@@ -6,16 +6,10 @@ import tempfile
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.experimental import pallas as pl
 
-from meshpar._src.compat.devices import bare_kernels
 from meshpar._src.verify import jobs
-from meshpar._src.verify.compiler import memory_of
 from meshpar._src.verify.jobs import Job, cache_folder, compile_job
 from meshpar.errors import CompilerError
 
@@ -160,17 +154,6 @@ def test_one_at_a_time(runs, monkeypatch):
     assert len(list(marks.iterdir())) == 2
 
 
-def test_the_line_of_progress(runs, capsys):
-    runs(SUCCEED)
-    lines = []
-    compile_job(JOB, cache=False, progress=lines.append)
-    assert lines[0] == "compiling step for v5e:2x2, fast effort"
-    compile_job(JOB, cache=False)
-    assert capsys.readouterr().err == ""  # no terminal, and nobody asked
-    compile_job(JOB, cache=False, progress=True)
-    assert "compiling step for v5e:2x2, fast effort: " in capsys.readouterr().err
-
-
 def test_where_the_cache_is(monkeypatch):
     monkeypatch.setenv("MESHPAR_CACHE", "~/somewhere")
     assert cache_folder() == Path.home() / "somewhere"
@@ -187,61 +170,3 @@ def test_compilers_run_without_hardware(monkeypatch):
     assert (env["JAX_PLATFORMS"], env["ALLOW_MULTIPLE_LIBTPU_LOAD"]) == ("cpu", "1")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2")
     assert jobs.environment()["XLA_FLAGS"] == "--xla_gpu_autotune_level=2"
-
-
-def test_programs_with_the_same_kernels_at_other_lines_are_the_same():
-    kernels = []
-    for shift, factor in ((0, 2), (7, 2), (0, 3)):
-        scope = {}
-        exec("\n" * shift + f"def kernel(x_ref, y_ref):\n    y_ref[...] = {factor} * x_ref[...]\n", scope)
-        kernels.append(scope["kernel"])
-
-    def text(kernel):
-        x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
-        call = pl.pallas_call(kernel, out_shape=x, name="kernel")
-        lowered = jax.jit(lambda x: call(x)).trace(x).lower(lowering_platforms=("tpu",))
-        return str(lowered.compiler_ir())
-
-    one, other, third = map(text, kernels)
-    assert one != other  # a kernel is bytecode with source lines in it
-    assert bare_kernels(one) == bare_kernels(other)
-    assert bare_kernels(one) != bare_kernels(third)
-
-
-MIB = 2**20
-
-
-def stats_of(device, host, peak):
-    """XLA's statistics for (arguments, outputs, aliased, temporaries) in MiB of a device and its host."""
-    names = ("argument", "output", "alias", "temp")
-    stats = {f"{n}_size_in_bytes": v * MIB for n, v in zip(names, device, strict=True)}
-    stats |= {f"host_{n}_size_in_bytes": v * MIB for n, v in zip(names, host, strict=True)}
-    stats |= dict.fromkeys(("generated_code_size_in_bytes", "host_generated_code_size_in_bytes"), 5)
-    return SimpleNamespace(**stats, peak_memory_in_bytes=peak * MIB)
-
-
-@pytest.mark.parametrize(
-    ("device", "host", "peak", "allocated", "expected"),
-    [  # (arguments, outputs, aliased, temporaries), in MiB, the peak that libtpu 0.0.42 reports, and that of the device
-        ((16, 16, 0, 0), (0, 0, 0, 0), 32, None, 32),
-        ((0, 0, 0, 32), (16, 16, 0, 0), 64, None, 32),
-        ((16, 16, 0, 16), (0, 16, 0, 0), 64, None, 48),
-        ((16, 16, 0, 1), (0, 0, 0, 16), 76, None, 33),  # counts what is only there for a while more than once
-        ((16, 16, 16, 8), (16, 16, 16, 0), 36, None, 20),
-        # of programs for v5e, of which the compiler allocates: activations that a policy offloads; moments in a loop over layers
-        ((768, 512, 0, 1152), (0, 0, 0, 2048), 3328, 1024, 2304),
-        ((528, 512, 512, 2177), (1024, 1024, 1024, 1024), 2896, 1600, 1872),
-        ((528, 512, 512, 1024), (1024, 1024, 1024, 0), 2448, 896, 1424),
-    ],
-)
-def test_a_devices_peak_has_nothing_of_the_hosts_memory(device, host, peak, allocated, expected):
-    text = ""
-    if allocated:
-        text = f"allocation 0: size {allocated * MIB}, preallocated-temp:\n value\n"
-        text += f"allocation 1: size {64 * MIB}, color 1, preallocated-temp:\nallocation 2: size {MIB}, thread-local:\n"
-    found = memory_of(stats_of(device, host, peak), cpu=False, allocations=text)
-    assert found["peak"] == expected * MIB
-    assert found["host"] == (host[0] + host[1] - host[2] + host[3]) * MIB
-    assert found["temporaries"] == device[3] * MIB
-    on_cpus = memory_of(stats_of(device, host, 7), cpu=True)
-    assert on_cpus["peak"] == (device[0] + device[1] - device[2] + device[3]) * MIB

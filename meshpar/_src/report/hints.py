@@ -259,7 +259,7 @@ def repeated_exchange_hint(plan: Plan) -> Hint | None:
         return None
     named = [(op, n) for op, n in _with_counts(plan.program.root) if op.name in NAMED and in_recomputation(op.eqn)]
     origins = {op for op, _ in named}
-    took = sum((c.seconds - c.hidden) * c.runs for c in plan.collectives if c.origin in origins)
+    took = sum(c.total_seconds - c.hidden * c.runs for c in plan.collectives if c.origin in origins)
     size = sum(n * value_bytes(v, plan.placements[v].stored.spec, plan.sizes) for op, n in named for v in op.outs)
     if took < MIN_MATMUL_SHARE * time.seconds or memory.peak + size > USABLE_FRACTION * plan.chip.per_device().hbm:
         return None

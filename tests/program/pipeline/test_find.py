@@ -118,21 +118,6 @@ def test_a_python_loop_over_layers_gathers_them_and_a_warning_says_so(layers, mi
         plan.replan(layout=layout)
 
 
-def test_a_table_that_is_read_by_index_is_no_stack():
-    """An embedding, a row of positions, and a fused projection that is cut in two."""
-
-    def step(params, tokens):
-        up, gate = jnp.split(params["fused"], 2)
-        x = params["table"][tokens] + params["positions"][3]
-        return jnp.einsum("be,hed->bhd", x, up) * jnp.einsum("be,hed->bhd", x, gate)
-
-    arrays = {"table": (8, EMBED), "positions": (8, EMBED), "fused": (8, EMBED, 2)}
-    params = {k: np.random.default_rng(3).normal(size=v).astype(np.float32) for k, v in arrays.items()}
-    dims = {"*/table": "vocab embed", "*/positions": "seq embed", "*/fused": "heads embed _", "tokens": "batch"}
-    layout = "batch: data; vocab, seq, heads: stage"
-    mp.plan(step, params, np.arange(4), mesh=MESH, layout=layout, dims=dims)
-
-
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 16)])
 def test_a_list_of_layers_is_no_stack_and_the_error_says_how_to_make_one(sizes):
     def step(layers, x):
