@@ -58,6 +58,16 @@ def test_dims_round_up_to_the_matrix_unit(topology, m, n, k, padded):
     assert op.flops == 2 * padded
 
 
+@pytest.mark.parametrize(("topology", "rows"), [("v5e:4x4", 128), ("v5p:2x2x4", 256)])
+def test_few_rows_take_as_long_as_loading_the_weights(topology, rows):
+    def seconds(fn):
+        ops = plan(fn, array(8, 1024), array(1024, 2048), topology=topology).time.ops
+        return next(op.matmul_seconds for op in ops if op.name == "dot_general") * CHIPS[topology[:3]].flops
+
+    assert seconds(lambda x, w: x @ w) == pytest.approx(2 * rows * 1024 * 2048)
+    assert seconds(lambda x, w: x @ jax.lax.sort(w)) == pytest.approx(2 * 16 * 1024 * 2048)  # w is no argument
+
+
 def test_a_convolution_by_hand():
     def fn(x, w):
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -121,6 +131,18 @@ def test_a_loop_reads_of_a_stack_the_slice_that_it_works_on():
 
     ops = {op.name: op.bytes for op in plan(fn, array(64, 4096)).time.ops}
     assert ops["slice"] == BF16 * 4096  # a sort takes an array: read from the stack, and not written to HBM
+
+
+@pytest.mark.parametrize(
+    ("topology", "unroll", "copied"), [("2x h100:8", 1, 4), ("2x h100:8", True, 0), ("v5e:4x4", 1, 0)]
+)
+def test_matmuls_of_a_loop_read_copies_of_its_slices_on_gpus(topology, unroll, copied):
+    def fn(x, weights):
+        return jax.lax.scan(lambda x, w: (x @ w, None), x, weights, unroll=unroll)[0]
+
+    ops = plan(fn, array(8, 512), array(4, 512, 512), topology=topology).time.ops
+    assert sum(op.bytes * op.count for op in ops if op.name == "slice") == copied * 2 * BF16 * 512 * 512
+    assert sum(op.bytes * op.count for op in ops if op.name == "dot_general") == 4 * BF16 * (512 * 512 + 2 * 8 * 512)
 
 
 def test_the_models_flops_are_those_of_both_passes_without_recomputation_and_redundant_work():

@@ -16,7 +16,7 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.compat.processes import MEMORY
-from meshpar._src.pods.memory import Block, Groups, _complete
+from meshpar._src.pods.memory import Block, Groups, _complete, memory_plan
 
 
 def made(sizes="data=4, model=2", layout="embed: data; mlp: model"):
@@ -227,6 +227,19 @@ def test_every_block_is_in_two_groups_and_in_one_process_of_each(sizes, spec, pr
                 assert of.starts[origin] not in stored[k]  # once in a group
                 stored[k].add(of.starts[origin])
     assert all(sum(start in s for s in stored) >= min(2, groups) for start in of.starts.values())
+
+
+@pytest.mark.parametrize(("axes", "sent"), [("data", "0 B"), (("slice", "data"), "3.0 KiB")])
+def test_the_cost_of_a_copy_in_two_processes(axes, sent, monkeypatch):
+    """The model of the page of checkpoints: two matrices of 4 KiB and two moments of each."""
+    monkeypatch.setattr("meshpar._src.pods.memory.on_mesh", lambda x: True)
+    mesh, leaves = mp.mesh("slice=2, data=4"), {}
+    for name, shape, spec in (("up", (16, 64), (axes, None)), ("down", (64, 16), (None, axes))):
+        sharding = _Sharding(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)), 2)
+        for kind in ("params", "mu", "nu"):
+            leaves[f"{kind}/{name}"] = SimpleNamespace(shape=shape, dtype=np.dtype("float32"), sharding=sharding)
+    text = f"a copy in memory, in another group of hosts: a device sends {sent}, a process stores 24.0 KiB a copy, at most "
+    assert str(memory_plan(leaves, "slice")) == f"{text}72.0 KiB"
 
 
 def test_groups_that_differ_in_size_are_an_error():

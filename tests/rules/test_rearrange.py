@@ -8,8 +8,9 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar._src.rules import primitive
+from meshpar._src.rules.exchange import ANY, ZERO, exchange, runs_of
 from meshpar._src.rules.local import LocalOp
-from meshpar._src.rules.rearrange import ANY, ZERO, exchange, rearrange, runs_of
+from meshpar._src.rules.rearrange import rearrange
 
 SIZE = 16
 RNG = np.random.default_rng(0)

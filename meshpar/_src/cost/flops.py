@@ -124,6 +124,16 @@ def few_rows(run: Run, sizes: Mapping[str, int]) -> bool:
     return min(m, n) <= MAX_FEW_ROWS < max(m, n)
 
 
+def loading_flops(run: Run, sizes: Mapping[str, int], min_rows: int) -> float:
+    """FLOPs of the time in which the matrix units load the larger operand of a device's share of a matmul with few rows, else 0.
+
+    Args:
+      min_rows: rows that take as long (``CompilerModel.min_matmul_rows``).
+    """
+    batch, m, n, k = _local_matmul_dims(run, sizes)
+    return 2.0 * batch * min_rows * max(m, n) * k if few_rows(run, sizes) else 0.0
+
+
 def single_row_elements(run: Run, sizes: Mapping[str, int]) -> float:
     """Elements of the larger operand of one device's share of a matmul whose other operand is one row; 0 for other matmuls.
 

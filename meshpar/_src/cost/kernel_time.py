@@ -17,7 +17,7 @@ from ..program.ir import Op
 from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
 from .donation import aliased_inputs, gathered_then_copied
-from .flops import few_rows, local_opaque_flops, padded_flops, reread_bytes, single_row_elements
+from .flops import few_rows, loading_flops, local_opaque_flops, padded_flops, reread_bytes, single_row_elements
 from .fusion import Buffer, Kernel, Kind, array_scattered_into, array_written, line_of, window_bytes
 from .kernels import computation_of
 from .tiles import Tiles
@@ -55,7 +55,7 @@ class KernelTime:
       origin: the op of the program that it computes.
       flops: of its matmuls, dims rounded up to the matrix unit.
       bytes: read from and written to HBM; copies to and from VMEM during other kernels do not count.
-      matmul_seconds: of the FLOPs at the matrix unit's rate.
+      matmul_seconds: of the FLOPs at the matrix unit's rate, or of loading weights for few rows.
       traffic_seconds: of the bytes at HBM's rate.
       vector_seconds: of the vector units; 0 on GPUs, and on chips whose clock is not known.
       seconds: of the kernel, with its overlap of matmuls, traffic and vector units (:func:`kernel_seconds`).
@@ -129,7 +129,9 @@ def kernel_times(plan: Plan) -> dict[Kernel, KernelTime]:
         rate = device.flops
         if kernel.matmuls:
             rate = device.matmul_rate(str(kernel.matmuls[0].op.eqn.invars[0].aval.dtype))
-        matmul_seconds = flops / (rate * chip.compiler.matmul_efficiency)
+        least = chip.compiler.min_matmul_rows if kernel.matmuls and reads_argument(kernel) else 0
+        loading = sum(loading_flops(run, plan.sizes, least) for run in kernel.matmuls)
+        matmul_seconds = max(flops, loading) / (rate * chip.compiler.matmul_efficiency)
         traffic_seconds = traffic / (device.hbm_bandwidth * chip.compiler.hbm_efficiency)
         if not (matmul_seconds or traffic_seconds):
             continue
@@ -189,6 +191,12 @@ def _other_result_sized_buffers(kernel: Kernel, run: Run) -> int:
     """
     size = run.results[0].value.elements
     return max(0, sum(i.value.elements == size for i in (*kernel.reads, *kernel.writes)) - 1)
+
+
+def reads_argument(kernel: Kernel) -> bool:
+    """Whether the array of which a kernel reads most is an argument, or a loop's slice of one: weights or a cache."""
+    most = max(kernel.reads, key=lambda i: read_bytes(kernel, i), default=None)
+    return most is not None and most.made_by is None and not most.carried
 
 
 def read_bytes(kernel: Kernel, buffer: Buffer) -> float:

@@ -361,6 +361,21 @@ class _Reader:
             if k < carries:
                 node.carries = (*node.carries, (firsts[k], made))
 
+    def store_slices(self) -> None:
+        """Store the slices of a loop's stacks that matmuls of its body read, as they are or cast.
+
+        XLA for GPUs (jaxlib 0.10.2, h200) copies the weights and the cache of a layer out of their stacks in every iteration: in a
+        step of decoding, and in the forward and the backward loop of a train step of Llama. Without a loop most matmuls read slices
+        of the stacks.
+        """
+        for item in (item for node in self.region.nodes if node.traits.matmul for item in node.ins):
+            made = item.made_by
+            while made is not None and made.traits.family == "cast":
+                item = made.ins[0]
+                made = item.made_by
+            if made is not None and made.kind is Kind.SLICE and made.step is None:
+                made.from_several = item.must_store = True
+
     def inside(
         self, node: Kernel, body: Body, leaves: Kind, stacks: Sequence[Buffer | None] = (), carries: int = 0
     ) -> None:
@@ -384,9 +399,17 @@ class _Reader:
                 self.node(Kind.LEAVE if k < carries else leaves, None, node.op, [item])
                 if k >= carries and leaves is Kind.STACK:
                     item.host_bytes = 0.0  # it is copied into the stack on the host
+        chip, op = self.plan.chip, node.op
+        if leaves is Kind.STACK and chip is not None and chip.switch and op is not None and not _is_unrolled(op):
+            self.store_slices()
         fuse(self.region, self.plan.compiler.row_ratio)
         node.bodies = (*node.bodies, self.region)
         self.region = outer
+
+
+def _is_unrolled(loop: Op) -> bool:
+    """Whether a scan is lowered without a loop."""
+    return loop.eqn.params["unroll"] >= loop.eqn.params["length"]
 
 
 def _gathers_rows(node: Kernel | None, lookup: Op) -> bool:

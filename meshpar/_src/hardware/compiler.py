@@ -58,6 +58,8 @@ class CompilerModel:
       row_hbm_efficiency: fraction of HBM's bandwidth at which a matmul reads its larger operand, relative to ``hbm_efficiency``, if
         the other one has few rows (:data:`cost.flops.MAX_FEW_ROWS`).
       first_tile_bytes: bytes of the operand's first tile, which such a matmul reads before it computes.
+      min_matmul_rows: rows of a matmul that take as long as fewer ones, for which the matrix units load weights or a cache
+        (:func:`cost.flops.loading_flops`).
       min_kernel_seconds: seconds of the shortest kernel.
       stores_softmax: the result of a softmax that several matmuls read is computed by a kernel of its own; otherwise each matmul
         divides the exponentials again.
@@ -99,6 +101,7 @@ class CompilerModel:
     epilogue_operand_bytes: int
     row_hbm_efficiency: float = 1.0
     first_tile_bytes: int = 0
+    min_matmul_rows: int = 0
     min_kernel_seconds: float = 0.0
     stores_softmax: bool = False
     fused_softmax_fraction: float | None = None

@@ -20,7 +20,8 @@
     registry      the table of all entries
     rule          the class of factor rules
     local         the class of local forms
-    halo          exchanges of the elements outside of a shard that windows read
+    exchange      which elements of other shards every device needs, and the collectives by which it gets them
+    halo          windows of a split dim, with elements of other shards
     owned         arrays to which one device contributes each element
     partial       which ops may be applied to partial values
     spmd          mesh axes, device indices and collectives inside a shard_map

@@ -187,5 +187,5 @@ class LocalOp:
     def with_halo(self, operand: int, x: Any, fill: Any = 0) -> Any:
         """The window of an operand that this device reads, from its shard: halos are exchanged, and the dims padded and dilated."""
         for dim, axes, window in self.windows(operand):
-            x = dilate(fetch_window(x, dim, axes, window.exchange, fill), dim, axes, window, fill)
+            x = dilate(fetch_window(x, dim, axes, window, fill), dim, axes, window, fill)
         return x

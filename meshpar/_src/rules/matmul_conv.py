@@ -187,7 +187,7 @@ def _local_conv(op: LocalOp, lhs: Any, rhs: Any) -> list[Any]:
     padding, dilation = list(p["padding"]), list(p["lhs_dilation"])
     for dim, axes, read in op.windows(0):
         k = spec[2:].index(dim)
-        lhs = fetch_window(lhs, dim, axes, read.exchange)
+        lhs = fetch_window(lhs, dim, axes, read)
         if len(set(read.before)) == 1:  # the convolution itself dilates
             low = read.before[0]
             padding[k] = (low, read.extent - low - (lhs.shape[dim] - 1) * read.dilation - 1)

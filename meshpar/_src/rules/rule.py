@@ -222,16 +222,17 @@ def with_halo_sends(r: OpRule, eqn: JaxprEqn, why: str, alike: bool = False) -> 
             shape, done = list(local_shape), ()
             for factor, dim, window in r.windows_of(i):
                 if (shards := math.prod(sizes[a] for a in axes[factor])) > 1:
-                    exchange, before = (read := window(shards)).exchange, read.before
-                    sends = exchange.sends(shape, dim, factor, np.dtype(aval_of(eqn.invars[i]).dtype), why)
+                    read = window(shards)
+                    sends = read.exchange.sends(shape, dim, factor, np.dtype(aval_of(eqn.invars[i]).dtype), why)
                     if done is not None:
                         sends = [
                             replace(s, content=(i, (done, dim, part)))
-                            for s, part in zip(sends, exchange.sent, strict=True)
+                            for s, part in zip(sends, read.exchange.sent, strict=True)
                         ]
                     collectives += sends
-                    done = (*done, dim, exchange) if alike and done is not None and len(set(before)) == 1 else None
-                    shape[dim] = exchange.length
+                    same = alike and done is not None and len(set(read.before)) == 1
+                    done = (*done, dim, read.starts, read.length) if same else None
+                    shape[dim] = read.length
         return collectives
 
     r.sends = sends if r.windows else None

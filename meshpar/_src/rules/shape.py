@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..compat.jax import aval_of
-from .halo import ShardWindow, fetch_window, halo_exchange, shard_window
+from .halo import ShardWindow, fetch_window, shard_window
 from .local import LocalOp, on_shards
 from .owned import only_where
 from .partial import CONCATENATES, MOVES, PADS_WITH_ZEROS
@@ -328,7 +328,7 @@ def _local_split(op: LocalOp, x: Any) -> list[Any]:
     if not axes:
         return op.run(x)
     windows = _split_windows(op.params["sizes"], op.shard_count(factors))
-    return [fetch_window(x, axis, axes, window.exchange) for window in windows]
+    return [fetch_window(x, axis, axes, window) for window in windows]
 
 
 register("split", rule=split, local=_local_split, family="split", **_MOVED)
@@ -401,7 +401,7 @@ def rev(eqn, ins, outs) -> OpRule:
 def _rev_window(size: int, shards: int) -> ShardWindow:
     """The window of a reversed dim that each device reads: the shard at the opposite end."""
     n = size // shards
-    return ShardWindow(halo_exchange(n, tuple((shards - 1 - p) * n for p in range(shards)), n), (0,) * shards, n, 1)
+    return ShardWindow.of(n, tuple((shards - 1 - p) * n for p in range(shards)), n)
 
 
 register("rev", rule=rev, local=lambda op, x: op.run(op.with_halo(0, x)), **_MOVED)

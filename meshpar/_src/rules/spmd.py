@@ -58,21 +58,6 @@ class Send:
     hidden: float = 0.0
 
 
-def exchange_sends(
-    shape: Sequence[int], dim: int, factor: int, dtype: Any, lengths: Sequence[int] | None, why: str
-) -> list[Send]:
-    """The collectives of an exchange along one dim: a permute of each of ``lengths`` elements, or an all-gather (None).
-
-    Args:
-      shape: of a shard.
-      factor: the factor of the dim.
-    """
-    if lengths is None:
-        return [Send("all-gather", (factor,), tuple(shape), dtype, why)]
-    shapes = [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
-    return [Send("collective-permute", (factor,), sent, dtype, why) for sent in shapes]
-
-
 class Grid(dict[str, int]):
     """Axis sizes of a mesh, and of the factored mesh that the lowering uses.
 

@@ -91,7 +91,7 @@ def _local_select_and_scatter_add(op: LocalOp, source: Any, operand: Any) -> lis
     operand = op.with_halo(1, operand, _never_selected(operand.dtype, op))
     (out,) = op.run(source, operand, padding=_without(op.params["padding"], [d for d, _, _ in split], (0, 0)))
     for dim, axes, read in split:
-        first = tuple(p * shard[dim] - s for p, s in enumerate(read.exchange.starts))
+        first = tuple(p * shard[dim] - s for p, s in enumerate(read.starts))
         out = lax.dynamic_slice_in_dim(out, table_entry(first, axis_index(axes)), shard[dim], dim)
     return [out]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from ...rules.exchange import ZERO
 from ...rules.index import LookupDims
-from ...rules.rearrange import ZERO
 from ..ir import Value
 from .rewriter import Site
 from .slices import define_indexed
