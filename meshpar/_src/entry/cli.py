@@ -918,14 +918,14 @@ def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text
     Raises:
       TargetError: the folder of the page does not exist.
     """
-    path = getattr(args, "html", None)
-    if path and not (folder := Path(path).parent).resolve().is_dir():
-        fix = f"create {folder} first, or give a path in an existing folder"
-        raise TargetError(f"{path}: there is no folder {folder}", fixes=[fix])
+    if path := getattr(args, "html", None):
+        folder = Path(path).parent
+        if not folder.resolve().is_dir():
+            fix = f"create {folder} first, or give a path in an existing folder"
+            raise TargetError(f"{path}: there is no folder {folder}", fixes=[fix])
+        shown.save(path)
+        _say(args, f"wrote {path}")
     result = shown if text is None else text
     if args.json:
         result = json.dumps(json.loads(as_json or shown.to_json()), indent=2)
-    print(result, flush=True)  # before the page and `next`, which take seconds
-    if path:
-        shown.save(path)
-        _say(args, f"wrote {path}")
+    print(result, flush=True)  # before `next`, which takes seconds
