@@ -125,6 +125,7 @@ def fuzz(count: int, seed: str, minutes: float) -> None:
     """Prove random programs under random layouts."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "fuzz"))
     import programs
+    from writer import Skip
     import run
 
     found: collections.Counter[str] = collections.Counter()
@@ -163,7 +164,7 @@ def fuzz(count: int, seed: str, minutes: float) -> None:
                     prove(case, plan)
             except Exception as e:
                 found[f"no plan, or none that is lowered: {type(e).__name__}"] += 1
-                if not isinstance(e, mp.errors.MeshparError | programs.Skip):
+                if not isinstance(e, mp.errors.MeshparError | Skip):
                     print(f"case {done}: {e!r}"[:300], file=sys.stderr, flush=True)
         if k % 25 == 24:
             jax.clear_caches()

@@ -151,7 +151,7 @@ class _Rewriter:
         del options["fused"]
 
         def scaled(x: jax.Array, expert: jax.Array, weight: jax.Array, *matrices: jax.Array) -> jax.Array:
-            each = [
+            each: list[Any] = [
                 rounded(form, ((m.ndim - 2, form.block), (m.ndim - 1, form.block)), path, m)
                 for path, m in zip(paths, matrices, strict=True)
             ]

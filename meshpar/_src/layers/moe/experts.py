@@ -136,10 +136,10 @@ def _local(
     }
     form = FORMATS_OF_EXPERTS.get(options.get("scaled", ""))
 
-    def encoded(rows):
+    def encoded(rows: jax.Array) -> Any:
         return rows if form is None else rounded(form, ((1, form.block),), "", rows)
 
-    def multiply(rows, matrix, sizes, **how):
+    def multiply(rows: jax.Array, matrix: Any, sizes: jax.Array, **how: Any) -> Any:
         y = grouped_matmul(rows, matrix, sizes, implementation=implementation, **how)
         return y if form is None or "activation" in how else with_rounded_gradient(form, y)
 
