@@ -125,8 +125,8 @@ def fuzz(count: int, seed: str, minutes: float) -> None:
     """Prove random programs under random layouts."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "fuzz"))
     import programs
-    from writer import Skip
     import run
+    from writer import Skip
 
     found: collections.Counter[str] = collections.Counter()
     causes: collections.Counter[str] = collections.Counter()
