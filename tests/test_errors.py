@@ -406,7 +406,7 @@ OTHERS = [  # (class, call, texts of the error)
     (
         E.UnknownAxisError,
         lambda: plan("batch: slice"),
-        ['mp.mesh("slice=1, data=4, model=2"); rules', 'mp.mesh("slice=2, data=2, model=2")'],
+        ['mp.mesh("slice=1, data=4, model=2")', 'mp.mesh("slice=2, data=2, model=2")'],
     ),
     (E.UnknownAxisError, lambda: plan("batch: expert", mesh="data=3"), ['mp.mesh("data=3, expert=1")']),
     (
