@@ -20,9 +20,13 @@ is not found.
 
 A mutant is "broken", and not counted, if the tests that fail also fail without it. Mutants that change no behaviour are listed
 with the reason in ``equivalent_mutants.json``, and not counted. Prints every outcome, then a table of mutants found for each
-path. ``--prove`` asks whether ``mp.prove`` finds the mutants that change a result of the programs of ``proof_programs.py``, of
-those in lines that their plans execute: "not proven" (or a claim of the plan does not hold) and "proven", each with the same or
-other results than the function; "error" while planning.
+path.
+
+``--prove`` asks whether ``mp.prove`` finds the mutants that change a result of the programs of ``proof_programs.py``, of those in
+functions and in lines that planning and lowering these execute. A mutant is applied to the functions of a process that is forked
+from one with meshpar, which plans and lowers the programs that execute its line: "error" if that fails, "same programs" if the
+per-device programs are those without the mutant. Others are proven and run on virtual devices: "same results" as the function,
+or other ones of a program that is refused, not verified or proven.
 With ``--log`` outcomes are appended to a file, and mutants in it do not run again.
 """
 
@@ -40,11 +44,10 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +73,8 @@ PACKAGES = (
     "plan_api.py", "entry",
 )  # fmt: skip
 """Packages and modules of ``meshpar._src`` that are mutated by default."""
+MAX_PROGRAMS = 4
+"""Programs that are planned with a mutant of ``--prove``; a transformer only if no smaller one executes its line."""
 PROVEN = ("lower", "rules", "plan")
 """Packages of ``meshpar._src`` that are mutated for ``--prove``."""
 TESTS_OF = {
@@ -485,78 +490,87 @@ def outcome(result: dict[str, Any]) -> str:
     return "broken" if result.get("broken") else "found" if result["failed"] else "not found"
 
 
-def proofs_in(copy: Path, *how: str) -> dict[str, dict[str, Any]] | None:
-    """Program → the outcome of its proof and its run, by the meshpar of a copy; None if it fails."""
-    command = [sys.executable, *how, "benchmarks/proof_programs.py"]
-    env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        run = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=600, check=True)
-        return json.loads(run.stdout.splitlines()[-1])
-    except (subprocess.SubprocessError, ValueError, IndexError):
-        return None
+def in_fork(seconds: float, fn: Callable[..., None], *args: Any) -> bool:
+    """Whether a function that writes its output ends in a process of its own, within ``seconds`` of CPU time."""
+    process = forks().Process(target=limited, args=(int(seconds), fn, *args))
+    process.start()
+    process.join(10 * seconds)
+    process.kill()
+    process.join()
+    return process.exitcode == 0
 
 
-def proven(args: argparse.Namespace) -> None:
+def limited(seconds: int, fn: Callable[..., None], *args: Any) -> None:
+    """A call that ends the process after ``seconds`` of CPU time."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    fn(*args)
+
+
+def prove(args: argparse.Namespace) -> None:
     """The outcomes of ``--prove``."""
-    import coverage
+    global PRELOADED
+    PRELOADED = (*PRELOADED, "proof_programs")  # whose functions have their code replaced in each fork
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"  # of the process that forks
+    import proof_programs
 
     lines = args.log.read_text().splitlines() if args.log and args.log.exists() else []
     results = {tuple(line["key"]): line for line in map(json.loads, lines)}
+    args.recorded.mkdir(exist_ok=True)
+    bases: dict[str, dict[str, Any]] = {}
+    for name, _ in proof_programs.programs():
+        file = args.recorded / f"{name}.json"
+        if not file.exists() and not in_fork(600, proof_programs.record, name, file):
+            raise SystemExit(f"{name}: the program fails without a mutant")
+        bases[name] = json.loads(file.read_text())
+        if not bases[name]["equal"] or "proven" not in bases[name]["results"]:
+            raise SystemExit(f"{name}: no result is proven, or one is wrong, without a mutant")
+    every = sampled(args.paths or [SOURCE / name for name in PROVEN], 1 << 30, args.seed).values()
+    mutants = [e for e in itertools.chain.from_iterable(itertools.zip_longest(*every)) if e and e.statement]
+    covering = {
+        e.key: [n for n, b in bases.items() if {*b["lines"].get(str(e.path), ())} & {*e.lines}] for e in mutants
+    }
+    mutants = [e for e in mutants if covering[e.key]]
+    print(f"{len(mutants)} mutants of lines that the programs execute", flush=True)
     end = time.monotonic() + 60 * args.minutes
-    paths = args.paths or [SOURCE / name for name in PROVEN]
-    with tempfile.TemporaryDirectory() as folder:
-        copy, data = Path(folder), Path(folder) / "executed"
-        copied(copy)
-        base = proofs_in(copy, "-m", "coverage", "run", f"--data-file={data}", f"--source={copy / 'meshpar'}")
-        if base is None:
-            raise SystemExit("the programs cannot be proven without a mutant")
-        executed = coverage.CoverageData(str(data))
-        executed.read()
-        ran = {
-            ROOT / Path(f).relative_to(copy.resolve()): set(executed.lines(f) or ()) for f in executed.measured_files()
-        }
-        known = [name for name, found in base.items() if found["status"] == "proven"]
-        chosen: list[Edit] = []
-        for edit in itertools.chain.from_iterable(itertools.zip_longest(*sampled(paths, 1 << 30, args.seed).values())):
-            if (
-                edit is not None
-                and edit.statement
-                and ran.get(edit.path, set()) & set(edit.lines)
-                and len(chosen) < args.sample
-            ):
-                chosen.append(edit)
-        for edit in chosen[args.part[0] :: args.part[1]]:
-            if edit.key in results or time.monotonic() > end:
-                continue
-            place = copy / edit.path.relative_to(ROOT)
-            place.write_text(edit.applied())
-            found = proofs_in(copy)
-            shutil.copy(edit.path, place)
-            if found is None:
-                name, cause = "error", ""
-            else:
-                other = [n for n in known if not found[n]["equal"]]
-                failed = [n for n in known if found[n]["status"] != "proven" or found[n]["cause"] != base[n]["cause"]]
-                name = f"{'not ' * (set(other) <= set(failed) and bool(failed))}proven, {'other' if other else 'same'} results"
-                cause = f"{failed[0]}: {found[failed[0]]['cause']}" if failed else ", ".join(other)
-            results[edit.key] = {"mutant": str(edit), "key": edit.key, "outcome": name, "cause": cause}
-            print(f"{name:12} {edit}  {cause}", flush=True)
-            if args.log:
-                with args.log.open("a") as log:
-                    log.write(json.dumps(results[edit.key]) + "\n")
-    names = (
-        "not proven, other results",
-        "proven, other results",
-        "not proven, same results",
-        "proven, same results",
-        "error",
-    )
-    table = Table("path", "mutants", *names)
-    for path in paths:
+    for edit in mutants[: args.sample][args.part[0] :: args.part[1]]:
+        if edit.key in results or time.monotonic() > end:
+            continue
+        began, output = time.monotonic(), args.recorded / f"{os.getpid()}.out"
+        output.unlink(missing_ok=True)
+        every = covering[edit.key]
+        small = [n for n in every if not n.startswith("transformer")] or every
+        names = [n for n in every if n in random.Random(str(edit)).sample(small, min(MAX_PROGRAMS, len(small)))]
+        in_fork(120, proof_programs.try_mutant, edit.path, edit.applied(), names, args.recorded, output)
+        found = json.loads(output.read_text()) if output.exists() else {}
+        name = proof_outcome(found)
+        results[edit.key] = {"mutant": str(edit), "key": edit.key, "outcome": name, "programs": found}
+        causes = {n: f for n, f in found.items() if f[0] not in ("same program", "error")}
+        print(f"{name}  {time.monotonic() - began:.1f} s  {edit}  {causes or ''}", flush=True)
+        if args.log:
+            with args.log.open("a") as log:
+                log.write(json.dumps(results[edit.key]) + "\n")
+    table = Table("path", "mutants", *PROOF_OUTCOMES)
+    for path in args.paths or [SOURCE / name for name in PROVEN]:
         counts = collections.Counter(
             r["outcome"] for r in results.values() if (ROOT / r["key"][0]).is_relative_to(path)
         )
-        table.add_row(str(path.relative_to(ROOT)), str(counts.total()), *(str(counts[n]) for n in names))
+        table.add_row(str(path.relative_to(ROOT)), str(counts.total()), *(str(counts[n]) for n in PROOF_OUTCOMES))
+
+
+PROOF_OUTCOMES = (
+    "error", "same programs", "same results", "other results: refused", "other results: not verified", "other results: proven",
+)  # fmt: skip
+"""What may become of a mutant of ``--prove``."""
+
+
+def proof_outcome(found: dict[str, tuple[str, bool | None, str]]) -> str:
+    """One of :data:`PROOF_OUTCOMES`, from the outcomes of the programs: the worst of those whose results differ."""
+    other = {status for status, same, _ in found.values() if same is False}
+    for status in ("proven", "not verified", "refused"):
+        if status in other:
+            return f"other results: {status}"
+    statuses = {status for status, *_ in found.values()}
+    return "same programs" if statuses == {"same program"} else "same results" if statuses - {"error"} else "error"
 
 
 def main() -> None:
@@ -577,9 +591,10 @@ def main() -> None:
     parser.add_argument("--part", type=lambda p: [int(n) for n in p.split("/")], default=[0, 1], metavar="K/N",
                         help="the K-th of every N mutants, to run several processes")  # fmt: skip
     args = parser.parse_args()
+    kind = "proofs" if args.prove else "lines"
+    args.recorded = args.recorded or Path(tempfile.gettempdir()) / f"meshpar-{kind}-{version_of(ROOT / 'meshpar')}"
     if args.prove:
-        return proven(args)
-    args.recorded = args.recorded or Path(tempfile.gettempdir()) / f"meshpar-lines-{version_of(ROOT / 'meshpar')}"
+        return prove(args)
     if args.record is not None or not list(args.recorded.glob("*.json")):
         record(args.recorded, args.record or ["tests"])
     if args.record is not None:

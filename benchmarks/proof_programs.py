@@ -1,16 +1,17 @@
 """Small programs whose proofs and results are compared: of mutants of meshpar (`mutants.py --prove`) and
-of faults (`prove.py --faults`).
-
-    python benchmarks/proof_programs.py     # a line of JSON: program → proven, and equal to the function on 8 virtual devices
-"""
+of faults (`prove.py --faults`)."""
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import jax
@@ -19,8 +20,11 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import meshpar as mp
+from meshpar._src.compat.jax import make_generated_jaxpr
 from meshpar._src.lower.shard_map import lower_to_shard_map
 from meshpar._src.verify.numbers import QUICK
+from meshpar._src.verify.proofs import claims_of
+from meshpar._src.verify.prove import prove_program
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import llama
@@ -67,6 +71,43 @@ def decode(weights: Any, cache: jax.Array, x: jax.Array, position: jax.Array) ->
     return y @ weights["key"], jnp.argmax(y @ weights["head"], -1)
 
 
+def layers(params: Any, x: jax.Array) -> jax.Array:
+    """A loop over layers with dropout, whose heads are split and merged, and running sums along the sequence."""
+
+    def layer(carry: Any, w: jax.Array) -> Any:
+        x, key = carry
+        key, own = jax.random.split(key)
+        h = jnp.cumsum((x @ w).reshape(*x.shape[:-1], 4, -1), axis=1).transpose(0, 2, 1, 3)
+        h = jnp.concatenate([h[..., 1:], h[..., :1]], -1).transpose(0, 2, 1, 3).reshape(x.shape)
+        return (x + jnp.where(jax.random.bernoulli(own, 0.5, x.shape), jnp.sin(h), 0.0), key), jnp.max(h, -1)
+
+    (x, _), tops = jax.lax.scan(layer, (x, jax.random.key(0)), params["layers"])
+    return jnp.mean(x**2) + tops.mean() + jax.nn.logsumexp(x, 1).sum() + jnp.prod(jnp.tanh(x), 1).mean()
+
+
+def chosen(x: jax.Array, ids: jax.Array, at: jax.Array) -> Any:
+    """Ops of one batch: sorts, extrema, counts, slices and updates at run-time indices, a branch, and a loop of unknown length."""
+    best, index = jax.lax.top_k(x, 3)
+    moved = jax.lax.dynamic_update_slice(x, 2 * jax.lax.dynamic_slice(x, (0, at), (x.shape[0], 4)), (0, at + 1))
+    counts = jnp.zeros((x.shape[1],), jnp.int32).at[ids].add(1)
+    rows = jnp.where(jnp.any(x > 0.5, 1, keepdims=True), jnp.pad(x[:, 1:-1], ((0, 0), (1, 1))), jnp.flip(x, 1))
+    branch = jax.lax.cond(at > 3, lambda x: x.min(0), lambda x: x.max(0), x)
+    halved = jax.lax.while_loop(lambda y: jnp.abs(y).sum() > 1.0, lambda y: y / 2, x)
+    return (
+        best,
+        index,
+        moved,
+        counts,
+        rows,
+        branch,
+        halved,
+        jnp.sort(x, 1),
+        jnp.argmin(x, 0),
+        ids.sum(),
+        jnp.all(ids > 2),
+    )
+
+
 def programs() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
     """(name, plan) of each program."""
 
@@ -108,15 +149,27 @@ def programs() -> Iterator[tuple[str, Callable[[], mp.Plan]]]:
     state = served, S((BATCH, SEQ, EMBED), jnp.float32), S((BATCH, EMBED), jnp.float32), S((BATCH,), jnp.int32)
     for layout in ("batch: data; slot, vocab: model", "slot, vocab: data+model"):
         yield f"decode, {layout}", lambda layout=layout: plan(decode, state, slots, layout)
-    target = llama.tiny(attention="xla", heads=8, kv_heads=4)
+    stack = gradient_step(layers), (arrays(layers=(2, EMBED, EMBED)), S((BATCH, SEQ, EMBED), jnp.float32))
+    rows = {"params/layers": "layers _ embed", "batch/0": "batch seq embed"}
+    for layout in ("batch: data; embed: model", "batch: data"):
+        yield f"layers, {layout}", lambda layout=layout: plan(*stack, rows, layout)
+    picked = chosen, (S((BATCH, VOCAB), jnp.float32), S((BATCH,), jnp.int32), S((), jnp.int32))
+    for layout in ("batch: data+model", "batch: data; vocab: model"):
+        yield (
+            f"choices, {layout}",
+            lambda layout=layout: plan(*picked, {"x": "batch vocab", "ids": "batch", "at": ""}, layout),
+        )
     for layout in ("fsdp_tensor", "sequence_parallel"):
-        yield f"transformer {layout}", lambda layout=layout: plan(*target, llama.LAYOUTS[layout])
+        yield (
+            f"transformer {layout}",
+            lambda layout=layout: plan(*llama.tiny(attention="xla", heads=8, kv_heads=4), llama.LAYOUTS[layout]),
+        )
 
 
 def lowered(plan: mp.Plan) -> ClosedJaxpr:
     """The per-device program, of flat arguments."""
     like = [S(v.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in plan.program.inputs]
-    return jax.make_jaxpr(lower_to_shard_map(plan, plan.mesh)[0])(*like)
+    return make_generated_jaxpr(lower_to_shard_map(plan, plan.mesh)[0], *like)
 
 
 def arguments(program: ClosedJaxpr) -> list[Any]:
@@ -138,27 +191,107 @@ def run(program: ClosedJaxpr, args: Sequence[Any]) -> list[jax.Array]:
 
 def equal(found: Sequence[jax.Array], wanted: Sequence[jax.Array]) -> bool:
     """Whether results are the same, up to rounding."""
-    return all(np.allclose(x, y, rtol=2e-3, atol=2e-5, equal_nan=True) for x, y in zip(found, wanted, strict=True))
+    pairs = zip(found, wanted, strict=True)
+    return all(x.shape == y.shape and np.allclose(x, y, rtol=2e-3, atol=2e-5, equal_nan=True) for x, y in pairs)
 
 
-def main() -> None:
+def text_of(program: ClosedJaxpr) -> str:
+    """A program as text, which is equal for equal programs of two processes."""
+    return re.sub("0x[0-9a-f]+", "", f"{program} {[np.asarray(c).tolist() for c in program.consts]}")
+
+
+def planned(name: str) -> mp.Plan:
+    """The plan of a program, on virtual devices."""
     warnings.simplefilter("ignore")
     mp.virtual_devices(8)
-    plans = {name: make() for name, make in programs()}
-    proofs = {name: plan.prove() for name, plan in plans.items()}
-    outcome: dict[str, Any] = {
-        n: {"status": p.status, "cause": str(next(iter(p.failed), ""))[:200]} for n, p in proofs.items()
-    }
-    for name, plan in plans.items():
-        written = plan.program.traced.written
-        args = arguments(written)
+    return dict(programs())[name]()
+
+
+def record(name: str, output: Path) -> None:
+    """Write what mutants of a program are compared with: its text and proof, the lines of meshpar that planning and lowering it
+    execute, and the results of the function as written."""
+    import coverage
+
+    lines = coverage.Coverage(data_file=None, source=[str(Path(mp.__file__).parent)], config_file=False)
+    with lines.collect():
+        plan = planned(name)
+        program = lowered(plan)
+    proof, written, data = plan.prove(), plan.program.traced.written, lines.get_data()
+    args = arguments(written)
+    wanted = run(written, args)
+    right = equal(run(program, args), wanted)
+    np.savez(output.with_suffix(".npz"), *map(np.asarray, wanted))
+    executed = {file: data.lines(file) for file in data.measured_files()}
+    results = [r.status for r in proof.results]
+    output.write_text(json.dumps({"text": text_of(program), "results": results, "equal": right, "lines": executed}))
+
+
+def try_mutant(path: Path, text: str, names: Sequence[str], folder: Path, output: Path) -> None:
+    """Write what becomes of programs under a mutant of a module: (status, whether the results are the same, cause) of each.
+
+    The status is ``error`` if there is no program, ``same program``, or that of the proof: of the results that differ, if there
+    are any. The results are those that are proven without the mutant. A program of which none is proven runs only if the results
+    of no other one differ (None: it did not run).
+
+    Args:
+      path, text: the module, and its text as the mutant has it.
+      names: the programs.
+      folder: of the files that :func:`record` wrote.
+    """
+    replace_code(path, text)
+    found: dict[str, tuple[str, bool | None, str]] = {}
+    for name in names:
+        base = json.loads((folder / f"{name}.json").read_text())
         try:
-            outcome[name]["equal"] = equal(run(lowered(plan), args), run(written, args))
-        except Exception as e:  # a wrong program may fail as well
-            print(name, repr(e)[:200], file=sys.stderr)
-            outcome[name]["equal"] = False
-    print(json.dumps(outcome))
+            plan = planned(name)
+            program = lowered(plan)
+        except Exception as e:
+            found[name] = "error", None, repr(e)[:200]
+            if len(found) > 1 and {status for status, *_ in found.values()} == {"error"}:
+                break
+            continue
+        if text_of(program) == base["text"]:
+            found[name] = "same program", True, ""
+            continue
+        written = plan.program.traced.written
+        proof = prove_program(written, program, claims=claims_of(plan))
+        cause = str(next(iter(proof.failed), ""))[:200]
+        statuses = {k: proof.results[k].status for k, s in enumerate(base["results"]) if s == "proven"}
+        other = dict.fromkeys(statuses, False)
+        if run_it := "proven" in statuses.values() or all(f[1] is not False for f in found.values()):
+            try:
+                results = run(program, arguments(written))
+                with np.load(folder / f"{name}.npz") as wanted:
+                    other = {k: not equal([results[k]], [wanted[f"arr_{k}"]]) for k in statuses}
+            except Exception as e:  # a wrong program may fail as well
+                other, cause = dict.fromkeys(statuses, True), f"{cause}; {e!r}"[:300]
+        counted = {s for k, s in statuses.items() if other[k]} or set(statuses.values())
+        some = any(other.values())
+        order = ("proven", "not verified", "refused") if some else ("refused", "not verified", "proven")
+        found[name] = next(s for s in order if s in counted), not some if run_it else None, cause
+    output.write_text(json.dumps(found))
 
 
-if __name__ == "__main__":
-    main()
+def replace_code(path: Path, text: str) -> None:
+    """Replace the code of the functions of a module, which is imported, by that of another text.
+
+    Raises:
+      ValueError: a function that the module has made lacks a variable of another one.
+    """
+    functions = defaultdict[CodeType, list[FunctionType]](list)
+    for found in gc.get_objects():
+        if isinstance(found, FunctionType) and found.__code__.co_filename == str(path):
+            functions[found.__code__].append(found)
+    old_and_new = (compile(t, str(path), "exec", dont_inherit=True) for t in (path.read_text(), text))
+    for old, new in code_pairs(*old_and_new):
+        for function in functions[old]:
+            function.__code__ = new
+
+
+def code_pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """The code of functions in two versions of a module, where it differs."""
+    own, others = ([c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new))
+    for a, b in zip(own, others, strict=False):
+        if a != b:
+            yield a, b
+        yield from code_pairs(a, b)

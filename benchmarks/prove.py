@@ -35,6 +35,7 @@ from agreement import TRIPLES
 from tables import Table
 
 import meshpar as mp
+from meshpar._src.verify.proofs import claims_of
 from meshpar._src.verify.prove import prove_program
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -116,48 +117,59 @@ def unedited(case: third_party.Case) -> mp.Plan:
     return mp.plan(case.step, state, case.batch, dims=weights | case.data, **where)
 
 
+LAYOUTS = 4
+"""Layouts of each random program, which is traced once."""
+
+
 def fuzz(count: int, seed: str, minutes: float) -> None:
-    """Prove random programs."""
+    """Prove random programs under random layouts."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "fuzz"))
     import programs
     import run
+    from writer import Skip
 
     found: collections.Counter[str] = collections.Counter()
     causes: collections.Counter[str] = collections.Counter()
-    end, k = time.monotonic() + 60 * minutes, 0
-    for k in range(count):
-        if time.monotonic() > end:
-            break
-        case = programs.make_case(random.Random(f"{seed}/{k}"))
-        try:
-            plan = run.planned(case, overlap=case.overlap, lowering="shard_map")
-        except Exception as e:
-            found[f"no plan: {type(e).__name__}"] += 1
-            continue
-        if plan is None or plan.lowering == "jit":
-            found["no per-device program"] += 1
-            continue
-        try:
-            with run.CONTEXTS[case.calls[0].context]():
-                proof = plan.prove()
-        except Exception as e:
-            found[f"the checker fails: {type(e).__name__}"] += 1
-            print(f"case {k}: {e!r}"[:600], file=sys.stderr, flush=True)
-            continue
-        if proof.status != "proven" and proof.planned is not None and proof.planned.proven:
-            found["proven after the rewrites"] += 1
-        else:
-            found[proof.status] += 1
+    end, done = time.monotonic() + 60 * minutes, 0
+
+    def prove(case: programs.Case, plan: mp.Plan) -> None:
+        with run.CONTEXTS[case.calls[0].context]():
+            proof = prove_program(plan.program.traced.written, proof_programs.lowered(plan), claims=claims_of(plan))
+        found[proof.status] += 1
         wrong = [c for c in proof.failed if c.op == "plan"]
         found["a claim of the plan does not hold"] += bool(wrong)
         found["an internal error in a lemma"] += bool(proof.errors)
         causes.update({f"{c.op}: {c.reason}"[:110] for c in proof.failed if c.op != "result"})
-        if proof.status == "refused":
-            print(f"case {k}\n{case}\n{proof}", file=sys.stderr, flush=True)
+        if proof.status == "refused" or wrong or proof.errors:
+            print(f"case {done}\n{case}\n# {plan.mesh}, {plan.layout!r}\n{proof}", file=sys.stderr, flush=True)
+
+    for k in range(count // LAYOUTS):
+        if time.monotonic() > end:
+            break
+        rng = random.Random(f"{seed}/{k}")
+        case, plan = programs.make_case(rng), None
+        for _ in range(LAYOUTS):
+            done += 1
+            try:
+                if plan is None:
+                    plan = run.planned(case, overlap=case.overlap, lowering="shard_map")
+                else:
+                    where = programs.make_layout(rng, case.program, case.mesh)
+                    overlap = rng.choice(("off", "ring"))
+                    with run.CONTEXTS[case.calls[0].context]():
+                        plan = plan.replan(layout=where, overlap=overlap)
+                if plan is None:
+                    found["no per-device program"] += 1
+                else:
+                    prove(case, plan)
+            except Exception as e:
+                found[f"no plan, or none that is lowered: {type(e).__name__}"] += 1
+                if not isinstance(e, mp.errors.MeshparError | Skip):
+                    print(f"case {done}: {e!r}"[:300], file=sys.stderr, flush=True)
         if k % 25 == 24:
             jax.clear_caches()
-            print(k + 1, dict(found), file=sys.stderr, flush=True)
-    table = Table("random programs", "number", title=f"seed {seed}, {k + 1} programs")
+            print(done, dict(found), f"{time.process_time():.0f} s", file=sys.stderr, flush=True)
+    table = Table("random programs", "number", title=f"seed {seed}, {done} programs")
     for name, n in found.most_common():
         table.add_row(name, str(n))
     for text, n in causes.most_common(12):

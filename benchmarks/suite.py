@@ -51,7 +51,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "benchmarks" / "RESULTS.md"
 RECORDS = ROOT / "build" / "suite"
-MAX_PAGE_LINES = 566
+MAX_PAGE_LINES = 567
 PACKAGES = ("jax", "flax", "libtpu")
 TARGET = "workers:tables_printed"
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -178,6 +178,7 @@ BENCHMARKS = (
         needs=("libtpu",),
     ),
     Benchmark("optimizers", "step", "python benchmarks/optimizers.py", 5),
+    Benchmark("low_precision", "step", "python benchmarks/low_precision.py", 60),
     Benchmark(
         "batch_sizes", "step", "python benchmarks/batch_sizes.py --logs LOGS --plot docs/static/batch-sizes.png", 60,
         "python benchmarks/batch_sizes.py --quick --logs LOGS", "Steps to a target loss",

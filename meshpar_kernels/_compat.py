@@ -186,29 +186,36 @@ def splash_forward(
 
 
 def splash_backward(
-    q: Any, k: Any, v: Any, segments: tuple[Any, Any] | None, lse: Any, out: Any, grad: Any, *, causal: bool,
+    q: Any, k: Any, v: Any, segments: tuple[Any, Any] | None, lse: Any, dots: Any, grad: Any, *, causal: bool,
     window: int | None, softcap: float | None,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Gradients of q (as it is given, scaled), k and v through these keys; `lse` [B, H, Q] and `out` [B, H, Q, Dv] are of the
-    softmax over all keys."""
+    """Gradients of q (as it is given, scaled), k and v through these keys; `lse` and `dots` [B, H, Q], Σ grad·out of each row, are
+    of the softmax over all keys."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     kernels: Any = splash_attention_kernel
     kernel = _splash(causal, window, softcap, q.shape[1], (q.shape[2], k.shape[2]))
-    options = [kernel.kwargs[name] for name in _SPLASH_OPTIONS]
+    sizes = kernel.kwargs["block_sizes"]
+    same = {name: kernel.kwargs[name] for name in _SPLASH_OPTIONS}
+    same |= {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
 
-    def one(q: Any, k: Any, v: Any, segments: Any, lse: Any, out: Any, grad: Any) -> Any:
+    def one(q: Any, k: Any, v: Any, segments: Any, lse: Any, dots: Any, grad: Any) -> Any:
         segments = None if segments is None else kernels.SegmentIds(*segments)
-        saved = (q, k, v, segments, None, out, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
-        return kernels._splash_attention_bwd(False, *options, saved, grad)[3:6]
+        args = q, k, v, segments, None, lse, grad, dots
+        _, d_k, d_v = kernels._splash_attention_bwd_dkv(
+            *args, **same, bq=sizes.block_q_dkv, bkv=sizes.block_kv_dkv, bkv_compute=sizes.block_kv_dkv_compute,
+            mask_info=kernel.dkv_mask_info, use_fused_bwd_kernel=False,
+        )  # fmt: skip
+        d_q = kernels._splash_attention_bwd_dq(
+            *args, **same, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=kernel.dq_mask_info
+        )
+        return d_q, d_k, d_v
 
     with _config._check_vma(False):
-        return _over_batch(one, q, k, v, segments, lse, out, grad)
+        return _over_batch(one, q, k, v, segments, lse, dots, grad)
 
 
-_SPLASH_OPTIONS = (
-    "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function", "attn_logits_soft_cap", "interpret",
-)  # fmt: skip
+_SPLASH_OPTIONS = "mask_value", "is_mqa", "mask_function", "attn_logits_soft_cap", "interpret"
 
 
 def _mesh_kind() -> str:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from same_results import assert_same_under
 
 import llama
@@ -132,37 +131,6 @@ def test_llama_3_8b_reduces_at_most_a_hundredth_of_the_gradient_bytes():
 
 
 # -- models
-
-
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        self.up = nnx.Linear(E, M, rngs=rngs)
-        self.norm = nnx.BatchNorm(M, rngs=rngs)
-        self.down = nnx.Linear(M, E, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(self.norm(self.up(x)))
-
-
-def test_nnx_modules_whose_statistics_are_updated():
-    x = jnp.asarray(weights()[1], jnp.float32)
-    model, copy = Nnx(nnx.Rngs(0)), Nnx(nnx.Rngs(0))
-    adapted = mp.train.lora(lambda model, x: jnp.mean(model(x) ** 2), "*kernel", rank=R)
-    adapters = drawn(adapted.init(jax.random.key(0), model, x))
-    np.testing.assert_array_equal(model.norm.mean[...], copy.norm.mean[...])  # `init` does not run the model
-    merged = adapted.merge(adapters, copy)
-    want = jnp.mean(merged(x) ** 2)
-
-    def step(adapters, model, x):
-        return nnx.value_and_grad(adapted)(adapters, model, x)
-
-    dims = {"*/up/kernel": "embed mlp", "*/down/kernel": "mlp embed", "x": "batch embed"}
-    got, gradients = mp.jit(step, mesh=mp.mesh("data=2, model=4"), layout="batch: data; mlp: model", dims=dims)(
-        adapters, model, x
-    )
-    np.testing.assert_allclose(got, want, rtol=1e-5)
-    np.testing.assert_allclose(model.norm.mean[...], merged.norm.mean[...], rtol=1e-4, atol=1e-6)
-    assert gradients["up/kernel"].lora_A.shape == (E, R)
 
 
 def test_equinox_modules():

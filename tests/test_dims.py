@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from meshpar._src.dims import (
     PathDims,
-    alternatives,
     did_you_mean,
     fit_dims,
     format_dims,
@@ -125,11 +124,6 @@ def test_near_names():
 def test_path_patterns(pattern, matching, other):
     assert all(path_matches(pattern, path) for path in matching)
     assert not any(path_matches(pattern, path) for path in other)
-
-
-def test_the_texts_of_a_pattern_one_by_one():
-    assert alternatives("*/{up,gate}/{a}") == [("up", "*/up/{a}"), ("gate", "*/gate/{a}"), ("a", "*/{up,gate}/a")]
-    assert alternatives("*/[qkv]/kernel") == []
 
 
 def by_backtracking(pattern: str) -> re.Pattern[str]:

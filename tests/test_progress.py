@@ -64,21 +64,6 @@ def test_a_callback_gets_each_text():
     assert texts == ["compiling", "compiling  waiting", "compiling  0 s"]
 
 
-@pytest.mark.parametrize("width", [40, 80])
-def test_a_terminal_has_one_line_with_the_elapsed_time(monkeypatch, width):
-    terminal = in_terminal(monkeypatch)
-    monkeypatch.setenv("COLUMNS", str(width))
-    with progress_line("searching v5e:16x16", "auto") as say:
-        say("plan 7, 286 ms: data=16, [model]=8: " + "a long layout; " * 20 + "\nsecond line")
-    lines = terminal.lines()
-    shown = [line for line in lines if "plan 7" in line]
-    assert shown
-    assert all(len(line) <= width for line in shown)
-    assert "0:00:0" in shown[-1]
-    assert "…" in shown[-1]
-    assert not any("second line" in line for line in lines)
-
-
 def test_a_terminal_has_a_bar_with_the_results_of_a_counted_activity(monkeypatch):
     terminal = in_terminal(monkeypatch)
     with progress_line("checking", "auto") as say:

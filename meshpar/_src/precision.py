@@ -46,8 +46,12 @@ class Precision:
         float4_e2m1fn with a float8_e4m3fn scale for each 16 contracted elements (16 × 16 of a weight) and a power of two for the
         array. Gradients are rounded stochastically. Codes are sent in 8 bits.
 
-    Convolutions, grouped matmuls of experts, attention scores, and matmuls in custom derivatives, kernels and ``shard_map`` are not
-    quantized.
+    The grouped matmuls of :func:`meshpar.layers.moe`'s experts are quantized in ``"mxfp8"`` as above, and in ``"float8"`` with a
+    power of two for each 128 elements of a row, and for each 128 × 128 elements of a weight, all float8_e4m3fn (DeepSeek-V3
+    Technical Report, 2024, section 3.3). Their codes are multiplied in bfloat16 on all chips, which is exact.
+
+    Convolutions, attention scores, experts in ``"nvfp4"`` or under ``jax.vmap``, and matmuls in custom derivatives, other
+    kernels and ``shard_map`` are not quantized.
 
     Attributes:
       compute: dtype of the function's weights; bfloat16 halves the bytes of FSDP's all-gathers. Or a format of its matmuls.
@@ -60,8 +64,8 @@ class Precision:
     Raises:
       LayoutSyntaxError: ``compute`` is neither a format nor a floating-point dtype of 16 bits or more.
       PatternError: (when called) an entry of ``keep`` matches no weight.
-      DivisibilityError: (when called) a dim of a matmul has no blocks of 32 or 16; (when planned) a shard has none.
-      UnsupportedError: (when called) a format, and no matmul of a weight.
+      DivisibilityError: (when called) a dim of a matmul has no blocks of 128, 32 or 16; (when planned) a shard has none.
+      UnsupportedError: (when called) a format, and no matmul of a weight, or some matrices of the same experts are kept.
 
     Example:
       >>> mixed = mp.train.Precision(compute="bfloat16", reduce="float32")(loss_of)

@@ -75,16 +75,16 @@ def forward(s: Softmax, q: Queries, k: Keys, *, layout: Layout) -> tuple[jax.Arr
 def backward(
     s: Softmax, q: Queries, k: Keys, grad: jax.Array, lse: jax.Array, dots: jax.Array, out: jax.Array, *, layout: Layout
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `flash.backward`; `out` is the result over all keys, from which it computes Σ grad·out of each row itself."""
-    del dots
-    lse, out, grad = _heads_first(lse.astype(jnp.float32), out.astype(q.x.dtype), grad.astype(q.x.dtype))
+    """See `flash.backward`; `out` is not used."""
+    del out
+    lse, dots, grad = _heads_first(lse.astype(jnp.float32), dots, grad.astype(q.x.dtype))
 
     def call(s: Softmax, k: Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
         """One call: the gradients through these keys, float32."""
         segments = None if q.seg is None else (q.seg, q.seg if k.seg is None else k.seg)
         x, keys, values = _heads_first(_scaled(s, q), k.k, k.v)
         options: dict[str, Any] = {"causal": s.mask.causal, "window": s.mask.window, "softcap": s.softcap}
-        grads = _compat.splash_backward(x, keys, values, segments, lse, out, grad, **options)
+        grads = _compat.splash_backward(x, keys, values, segments, lse, dots, grad, **options)
         d_q, d_k, d_v = _heads_first(*(g.astype(jnp.float32) for g in grads))
         return _compat.same_varying(q.x, d_q * s.scale, d_k, d_v)[1:]
 

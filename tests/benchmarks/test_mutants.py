@@ -2,10 +2,13 @@
 
 import ast
 import difflib
+import importlib
 import json
 import sys
+from pathlib import Path
 
 import mutants
+import proof_programs
 import pytest
 
 CODE = '''
@@ -31,6 +34,7 @@ def test_clipped():
 OTHERS = """
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -138,3 +142,35 @@ def test_mirrored_tests_exist():
             stages = mutants.mirrored(file)
             assert stages, file
             assert all((mutants.ROOT / test).exists() for tests in stages for test in tests)
+
+
+def test_functions_have_the_code_of_another_text(tmp_path, monkeypatch):
+    """Also a method, and a function that another one has made."""
+    text = """
+class Shape:
+    def sides(self):
+        return 3
+
+def adds(n):
+    return lambda x: x + n * 1
+
+one = adds(1)
+"""
+    (tmp_path / "shapes_of_a_test.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("shapes_of_a_test")
+    shape, adds = module.Shape(), module.adds
+    assert (shape.sides(), module.one(5), adds(2)(5)) == (3, 6, 7)
+    proof_programs.replace_code(Path(module.__file__), text.replace("return 3", "return 4").replace("n * 1", "n * 2"))
+    assert (shape.sides(), module.one(5), adds(2)(5)) == (4, 7, 9)
+
+
+def test_the_outcome_of_a_mutant_is_that_of_the_worst_program_with_other_results():
+    same, error = ("same program", True, ""), ("error", None, "")
+    refused, unknown, missed = ("refused", False, ""), ("not verified", False, ""), ("proven", False, "")
+    assert mutants.proof_outcome({"a": same, "b": same}) == "same programs"
+    assert mutants.proof_outcome({"a": error, "b": error}) == "error"
+    assert mutants.proof_outcome({"a": same, "b": ("proven", True, ""), "c": error}) == "same results"
+    assert mutants.proof_outcome({"a": refused, "b": error}) == "other results: refused"
+    assert mutants.proof_outcome({"a": refused, "b": unknown, "c": same}) == "other results: not verified"
+    assert mutants.proof_outcome({"a": refused, "b": missed, "c": unknown}) == "other results: proven"

@@ -5,6 +5,7 @@ import ml_dtypes
 import numpy as np
 
 BLOCK = {"float8": 1, "mxfp8": 32, "nvfp4": 16}
+EXPERT = ("gate", "up", "down")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
@@ -89,3 +90,42 @@ def trained(name, params, x, steps, rate, shards=1):
         g = gradients(name, params, x, shards)
         params = {k: p - np.float32(rate) * g[k] for k, p in params.items()}
     return params
+
+
+def expert_gradients(block, params, x):
+    """Of the mean square of a mixture of gated experts, of which the router selects two for each token.
+
+    Operands are float8_e4m3fn with a scale for ``block`` elements of a row, and ``block`` × ``block`` of a weight; None: bfloat16
+    weights, and exact rows.
+    """
+
+    def rows(x, tile=(1, block)):
+        return (encoded("mxfp8", x.astype(np.float32), tile) if block else x).astype(np.float64)
+
+    half = {k: p.astype(ml_dtypes.bfloat16).astype(np.float32) for k, p in params.items()}
+    weights = {k: [rows(m, (block, block)) for m in half[k]] for k in EXPERT}
+    wide = {k: np.zeros(p.shape) for k, p in params.items()}
+    logits = x.astype(np.float64) @ half["kernel"]
+    chosen = np.argsort(-logits, 1, kind="stable")[:, :2]
+    weight = np.exp(np.take_along_axis(logits - logits.max(1, keepdims=True), chosen, 1))
+    weight /= weight.sum(1, keepdims=True)
+    seen, y, passed = rows(x), np.zeros(x.shape), []
+    for e, (gate, up, down) in enumerate(zip(*(weights[k] for k in EXPERT), strict=True)):
+        t, j = np.nonzero(chosen == e)
+        a, u = (seen[t] @ m for m in (gate, up))
+        s = 1 / (1 + np.exp(-a))
+        h = rows(a * s * u)
+        y[t] += weight[t, j][:, None] * (h @ down)
+        passed.append((t, j, a, u, s, h))
+    g, to_weight = rows(2 * y / y.size), np.zeros(weight.shape)
+    for e, (t, j, a, u, s, h) in enumerate(passed):
+        back = g[t] @ weights["down"][e].T
+        to_weight[t, j] = (back * h).sum(1)
+        wide["down"][e] = (h * weight[t, j][:, None]).T @ g[t]
+        back *= weight[t, j][:, None]
+        for k, d in (("gate", back * u * s * (1 + a * (1 - s))), ("up", back * a * s)):
+            wide[k][e] = seen[t].T @ rows(d)
+    to_logits = np.zeros(logits.shape)
+    np.put_along_axis(to_logits, chosen, weight * (to_weight - (weight * to_weight).sum(1, keepdims=True)), 1)
+    wide["kernel"] = x.T @ to_logits
+    return {k: nearest(v, ml_dtypes.bfloat16) for k, v in wide.items()}

@@ -67,16 +67,6 @@ def test_a_gather_before_products_and_a_scatter_after_them_are_found():
     assert Counter((c.bytes, c.count) for c in plan.collectives) == {(whole / 16, 14): 2, (whole / 32, 2): 2}
 
 
-@pytest.mark.parametrize("mode", ["off", "xla"])
-def test_off_and_xla_list_what_was_listed_before(mode):
-    plan = mlp_plan(mode)
-    assert [c.op for c in plan.collectives] == ["all-gather", "reduce-scatter"]
-    assert found(plan) == (
-        [] if mode == "off" else [("gather", "xla", ("model",), 1), ("scatter", "xla", ("model",), 1)]
-    )
-    assert not rings_of(plan)
-
-
 def test_cost_decides_where_the_chip_is_known():
     plan = mlp_plan("auto", width=WIDE)
     assert [o.choice for o in plan.overlaps] == ["ring", "ring"]

@@ -143,27 +143,6 @@ import meshpar as mp
 mp.distributed()
 """
 
-REAL = """
-import os, sys
-import meshpar as mp
-mp.distributed()
-mp.virtual_devices(4)
-import jax, numpy as np
-mesh = mp.mesh("data=-1")
-step = mp.jit(lambda w, x: w + x.sum(), mesh=mesh, layout="batch: data", dims={"x": "batch"})
-w = 0.0
-for n in range(6):
-    if n == 3 and jax.process_index() == 1: raise KeyError("no such luck")
-    w = step(w, np.full(8, n, np.float32))
-print(len(jax.devices()), "devices, total", float(w))
-"""
-
-
-def test_a_real_script_fails_with_its_cause(launch):
-    code, text, _ = launch("", "-n", "2", "--timeout", "5", script=REAL)
-    assert code == 1
-    assert text.rstrip().endswith("meshpar launch: first cause: process 1: KeyError: 'no such luck'")
-
 
 @pytest.mark.parametrize(
     ("options", "says"),

@@ -11,7 +11,6 @@ from rich.console import Console
 
 import meshpar as mp
 from meshpar._src.report.diff import Metric
-from meshpar._src.report.tables import shortened
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 DIMS = {"w": "embed mlp", "x": "batch embed"}
@@ -120,20 +119,6 @@ def test_less_is_green_and_more_is_red_in_the_terminal(found):
     assert re.search(r"\x1b\[32m *−100\.0 %", out.getvalue())
     assert "dim" in Metric("sent", 1.0, 1.0, "bytes").cell.css
     assert Metric("sent", 1.0, 2.0, "bytes").cell.terminal.style == "red"
-
-
-@pytest.mark.parametrize(
-    ("width", "text"),
-    [
-        (40, "layers/mlp/down/experts/kernel"),
-        (24, "layers/…/experts/kernel"),
-        (15, "layers/…/kernel"),
-        (9, "…/kernel"),
-        (5, "kernel"),
-    ],
-)
-def test_long_paths_lose_their_middle(width, text):
-    assert shortened("layers/mlp/down/experts/kernel", width) == text
 
 
 def test_a_page_draws_the_argument_that_differs_most_and_both_times(opened, tmp_path):

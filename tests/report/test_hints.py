@@ -225,7 +225,7 @@ def test_stored_attention_scores_have_a_hint(fn, stored):
         assert (
             f"{gain}attention scores of {format_memory(shard)} are stored at tests/report/test_hints.py:" in hint.text
         )
-        assert "mp.layers.attention computes them in chunks" in hint.text
+        assert "mp.layers.attention, in Flax as attention_fn=, computes them in chunks" in hint.text
         assert f"hint {gain}" in " ".join(str(plan).split())
 
 

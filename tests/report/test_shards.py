@@ -79,8 +79,3 @@ def test_a_pattern_chooses_arguments_and_large_grids_are_shortened():
     assert "float32[2, 1, 4] on 1 device each" in up
     with pytest.raises(PatternError, match="matches no argument"):
         plan.show("w/upp")
-
-
-def test_show_prints_for_standard_output(capsys):
-    planned("data=4, model=2", "mlp: model").show("w/up")
-    assert "0 2 4 6" in capsys.readouterr().out

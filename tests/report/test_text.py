@@ -13,7 +13,7 @@ from rich.text import Text
 
 import meshpar as mp
 from meshpar._src.hardware.chips import GIB
-from meshpar._src.report.colours import PALETTE, AxisColours
+from meshpar._src.report.colours import PALETTE
 from meshpar._src.report.document import plain
 from meshpar._src.report.facts import collective_groups
 from meshpar._src.report.tables import Wrapped
@@ -87,22 +87,6 @@ def test_separators_end_lines_and_are_never_alone(width):
     assert max(map(len, lines)) <= width
     assert not any(line.strip() == "·" or line.lstrip().startswith("·") or line != line.rstrip() for line in lines)
     assert " ".join(lines).split() == f"head {' · '.join(items)}".split()
-
-
-def test_axes_have_the_same_colour_everywhere():
-    styles = AxisColours(["data", "model"], ["data", "third"])
-    assert list(styles.styles.values()) == list(PALETTE[:3])
-    data, model, third = PALETTE[:3]
-    layout = styles.layout("batch, data: data+model; opt.embed?: model")
-    assert layout.plain == "batch, data: data+model; opt.embed?: model"
-    assert styles_of(layout) == {("data", data), ("model", model)}
-    assert [s.start for s in layout.spans if s.style == data] == [13]  # the dim `data` is no axis
-    dims = styles.dims([("data", ()), ("embed", ("data",)), ("mlp", ("model", "third"))]).terminal
-    assert dims.plain == "data embed:data mlp:model+third"
-    assert styles_of(dims) == {("data", data), ("model", model), ("third", third)}
-    assert [s.start for s in dims.spans if s.style == data] == [11]
-    assert styles_of(styles.mesh("data=4, model=2")) == {("data=4", data), ("model=2", model)}
-    assert styles_of(styles.axes(["third", "data"]).terminal) == {("third", third), ("data", data)}
 
 
 def test_a_plan_with_colours_has_the_same_text():

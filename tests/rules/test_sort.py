@@ -12,6 +12,8 @@ from collectives_of import planned_and_compiled
 from jax import lax
 from same_results import assert_as_unsharded
 
+import meshpar as mp
+
 RNG = np.random.default_rng(1)
 MESHES = {"data=4, model=2": "seq: data", "data=2, model=2, idle=2": "seq: data+model"}
 
@@ -74,3 +76,12 @@ GATHER = 6 * 4 * 3  # bytes that a device sends when the others get one float32[
 def test_sends_candidates(fn, expected):
     _, planned, found = planned_and_compiled(fn, normal(6, 32), layout="seq: data", dims={"x": "batch seq"})
     assert planned == found == expected
+
+
+def test_results_that_nobody_reads_are_not_resharded():
+    """An argsort makes the sorted array and its bits as well."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
+    step = mp.jit(lambda x: jnp.argsort(jnp.round(x), 1), mesh="data=4", layout="cols: data", dims={"x": "_ cols"},
+                  lowering="shard_map")  # fmt: skip
+    assert [c.op for c in step.plan(x).collectives] == ["all-to-all", "all-to-all"]
+    np.testing.assert_array_equal(step(x), jnp.argsort(jnp.round(x), 1))

@@ -236,7 +236,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_explained(monkeypatch):
     assert report.ok
     explained = report.rows[0].explained
     assert explained
-    assert "\nrounding: " in str(report)
+    assert "\nrounding, no error" in str(report)
     assert report.rows[0].rounding > 1e-5
     assert f"{len(explained)} of {report.rows[0].leaves} leaves differ by more" in " ".join(str(report).split())
     assert all(path.endswith("key_bias") for path in explained)

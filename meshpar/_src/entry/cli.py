@@ -925,7 +925,7 @@ def _show(args: argparse.Namespace, shown: Any, as_json: str | None = None, text
             raise TargetError(f"{path}: there is no folder {folder}", fixes=[fix])
         shown.save(path)
         _say(args, f"wrote {path}")
+    result = shown if text is None else text
     if args.json:
-        print(json.dumps(json.loads(as_json or shown.to_json()), indent=2))
-    else:
-        print(shown if text is None else text)
+        result = json.dumps(json.loads(as_json or shown.to_json()), indent=2)
+    print(result, flush=True)  # before `next`, which takes seconds

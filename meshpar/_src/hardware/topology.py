@@ -429,7 +429,7 @@ def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
     if have != topology.devices:
         text = f"mesh ({mesh_text(sizes)}) has {have} devices, but {topology} has {topology.devices}"
         left, filled = topology.devices, dict(sizes)
-        for axis, n in reversed(sizes.items()):  # minor axes keep their sizes, where these divide
+        for axis, n in reversed([*sizes.items()]):  # minor axes keep their sizes, where these divide
             if left % n:
                 filled[axis] = 1
             left //= filled[axis]

@@ -108,6 +108,14 @@ FORMATS = {
 }
 """Name → format."""
 
+FORMATS_OF_EXPERTS = {
+    "float8": ScaledFormat("float8", "float8_e4m3fn", "float8_e4m3fn", 128),
+    "mxfp8": FORMATS["mxfp8"],
+}
+"""Name → format of grouped matmuls, whose scales are of blocks within a row: they do not depend on the rows that a device has.
+
+``float8``: 128 elements, and 128 × 128 of a weight (DeepSeek-V3 Technical Report, 2024, section 3.3), with powers of two."""
+
 
 def exponent_of(largest: jax.Array, code: float) -> jax.Array:
     """The biased exponents, as uint8, of the smallest powers of two s with ``largest / s <= code``; 255 if that is not finite."""
@@ -265,3 +273,23 @@ def _rotated(x: jax.Array, dims: Sequence[int]) -> jax.Array:
     matrix = (SIGNS[:order, None] * HADAMARD[:order, :order] / math.sqrt(order)).astype(np.float32)
     split = x.astype(jnp.float32).reshape(*x.shape[:d], -1, order, *x.shape[d + 1 :])
     return jnp.moveaxis(jnp.tensordot(split, matrix, (d + 1, 0)), -1, d + 1).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def rounded(form: ScaledFormat, blocks: tuple[tuple[int, int], ...], path: str, x: jax.Array) -> jax.Array:
+    """The values of an array's codes, in its dtype; the gradient is that of the array. ``blocks``: (dim, elements), …"""
+    return form.encode(x, dict(blocks), path).values.astype(x.dtype)
+
+
+rounded.defvjp(lambda *args: (rounded(*args), None), lambda *args: (args[-1],))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_rounded_gradient(form: ScaledFormat, y: jax.Array) -> jax.Array:
+    """``y``, whose gradient is rounded to the values of codes, with blocks along its last dim."""
+    return y
+
+
+with_rounded_gradient.defvjp(
+    lambda _, y: (y, None), lambda form, _, g: (rounded(form, ((g.ndim - 1, form.block),), "", g),)
+)

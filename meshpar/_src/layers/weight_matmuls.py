@@ -7,7 +7,7 @@ transpose, a sum with a low-rank matrix. A matmul with one operand that is made 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ...errors import DivisibilityError
-from ..compat.jax import Atom, aval_of, make_generated_jaxpr, source_line
+from ...errors import DivisibilityError, UnsupportedError
+from ..compat.jax import Atom, aval_of, default_promotion, equations, make_generated_jaxpr, source_line
 from ..compat.loops import loop_parts, operands_of_bodies
 from ..program.jaxprs import inline, with_bodies, with_eqns
+from ..program.kernels import kernel_p
 from ..rules import bodies, primitive
-from .scaled_matmul import Matmul, Scaled, ScaledFormat, scaled_matmul
+from .moe import experts
+from .scaled_matmul import FORMATS_OF_EXPERTS, Matmul, Scaled, ScaledFormat, rounded, scaled_matmul
 
 Origin = frozenset[int] | None
 """The weights that a value is made of, by their positions: none for a number. None: it is made of other arrays as well."""
@@ -31,7 +33,8 @@ def with_scaled_matmuls(
 ) -> tuple[ClosedJaxpr, int]:
     """(a closed jaxpr of which the matmuls of weights are scaled, in its loops, branches and calls as well; their number).
 
-    Convolutions, grouped matmuls, matmuls of vectors, and matmuls in custom derivatives, kernels and the user's ``shard_map`` stay.
+    Convolutions, matmuls of vectors, and matmuls in custom derivatives, kernels and the user's ``shard_map`` stay, except for those
+    of experts (:func:`meshpar.layers.moe`) in a format of :data:`.scaled_matmul.FORMATS_OF_EXPERTS`.
 
     Args:
       paths: position of an argument that is a weight → its path. Matmuls of other arguments stay.
@@ -73,8 +76,12 @@ class _Rewriter:
             own = [origin(v) for v in eqn.invars]
             family, results = primitive(eqn.primitive.name).family, [_union(own)] * len(eqn.outvars)
             matmul = self.matmul(eqn, own) if family == "dot" else None
+            call = self.experts(eqn, own) if family == "custom_derivative" else None
             if matmul is not None:
                 self.emit(eqns, eqn, matmul, encoded)
+            elif call is not None:
+                _traced(eqns, eqn, call, *eqn.invars)
+                eqns[-1] = eqns[-1].replace(outvars=eqn.outvars)
             else:
                 if bodies(eqn) and family != "custom_derivative":
                     eqn, results = self.with_bodies(eqn, own)
@@ -109,22 +116,48 @@ class _Rewriter:
             return None
         for side in (0, 1):
             if matmul.blocks(side) is None:
-                shape, block, path = avals[side].shape, self.format.block, matmul.path
-                sizes = [" × ".join(str(shape[d]) for d in along) for along in (dims[0][side], matmul.free(side))]
-                raise DivisibilityError(
-                    f"mp.train.Precision({self.format.name!r}): an operand {list(shape)} of a matmul of `{path}` has {sizes[0]} "
-                    f"contracted and {sizes[1]} other elements; scales are for blocks of {block}, also of the others (backward)",
-                    path=path,
-                    shape=avals[weight].shape,
-                    source=source_line(eqn),
-                    fixes=[
-                        f"multiples of {block}",
-                        f'or leave the weight out: keep="{path}"',
-                        "or float8: a scale for an array",
-                    ],
-                )
+                raise _no_blocks(self.format, matmul.path, avals[side].shape, (dims[0][side], matmul.free(side)), eqn)
         self.count += 1
         return matmul
+
+    def experts(self, eqn: JaxprEqn, own: Sequence[Origin]) -> Callable[..., Any] | None:
+        """The function in place of a call of :func:`meshpar.layers.moe`'s experts; None: the equation is none, or stays.
+
+        Raises:
+          DivisibilityError: as above.
+          UnsupportedError: one of the matrices is kept or is not made of weights, and another is.
+        """
+        form = FORMATS_OF_EXPERTS.get(self.format.name)
+        calls = [e for e in equations(bodies(eqn)[0]) if e.primitive is kernel_p]
+        kernel = calls[0].params["kernel"] if len(calls) == 1 else None
+        if form is None or kernel is None or kernel.name != experts.NAME or not kernel.options:
+            return None
+        paths = [", ".join(self.paths[k] for k in sorted(o or ())) for o in own[3:]]
+        if not all(paths):
+            if any(paths):
+                raise UnsupportedError(
+                    f"mp.train.Precision({form.name!r}): some matrices of the same experts are quantized, and others are not: "
+                    + ", ".join(filter(None, paths)),
+                    path=next(filter(None, paths)),
+                    source=source_line(eqn),
+                    fixes=["keep all matrices of the experts, or none", "weights among the argument that is converted"],
+                )
+            return None
+        for path, shape in zip(paths, (aval_of(v).shape for v in eqn.invars[3:]), strict=True):
+            if any(n % form.block for n in shape[-2:]):
+                raise _no_blocks(form, path, shape, ([-2], [-1]), eqn)
+        self.count += len(paths)
+        options = {**kernel.options, "scaled": form.name}
+        del options["fused"]
+
+        def scaled(x: jax.Array, expert: jax.Array, weight: jax.Array, *matrices: jax.Array) -> jax.Array:
+            each: list[Any] = [
+                rounded(form, ((m.ndim - 2, form.block), (m.ndim - 1, form.block)), path, m)
+                for path, m in zip(paths, matrices, strict=True)
+            ]
+            return experts.run_experts(x, expert, weight, each, **options)
+
+        return default_promotion()(scaled)
 
     def emit(self, eqns: list[JaxprEqn], eqn: JaxprEqn, matmul: Matmul, encoded: dict[Any, Scaled]) -> None:
         """Append the equations of a scaled matmul, which have the results of ``eqn``; ``encoded``: (array, blocks) → operand."""
@@ -139,6 +172,25 @@ class _Rewriter:
             operands.append(encoded[key])
         _traced(eqns, eqn, functools.partial(scaled_matmul, matmul), *eqn.invars, *operands)
         eqns[-1] = eqns[-1].replace(outvars=eqn.outvars)
+
+
+def _no_blocks(
+    form: ScaledFormat, path: str, shape: Sequence[int], along: Sequence[Sequence[int]], eqn: JaxprEqn
+) -> DivisibilityError:
+    """The error for an operand whose sizes ``along`` contracted and other dims are no multiples of a block."""
+    sizes = [" × ".join(str(shape[d]) for d in dims) for dims in along]
+    return DivisibilityError(
+        f"mp.train.Precision({form.name!r}): an operand {list(shape)} of a matmul of `{path}` has {sizes[0]} contracted and "
+        f"{sizes[1]} other elements; scales are for blocks of {form.block}, also of the others (backward)",
+        path=path,
+        shape=shape,
+        source=source_line(eqn),
+        fixes=[
+            f"multiples of {form.block}",
+            f'or leave the weight out: keep="{path}"',
+            "or a format of smaller blocks: of experts, mxfp8; of others, float8 has a scale for an array",
+        ],
+    )
 
 
 def _encoded(matmul: Matmul, blocks: Mapping[int, int], x: Any) -> Scaled:

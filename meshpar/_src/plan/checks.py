@@ -381,7 +381,7 @@ def check_blocks(op: Op, spec: Spec, assignment: AxisAssignment) -> None:
                 path=path, shape=value.shape, dims=dims, dim=name, axis=axes[-1], rule=assignment.rule_text([name], axes[-1]),
                 source=op.location, fixes=[
                     f"at most {n // block} devices along `{name}`, or a rule for another dim",
-                    'a format with one scale for each array: mp.train.Precision("float8")',
+                    "a format of smaller blocks: of experts, mxfp8; of others, float8 has one scale for each array",
                 ],
             )  # fmt: skip
 

@@ -22,6 +22,7 @@ from .collectives import Collective, is_all_reducible, split_reduction
 from .constants import ConstantMaker, inputs_for
 from .decide import OpDecision, Operand
 from .memo import PlanCache
+from .partial import readers_of
 from .plan import Placement
 from .spec import replicated_spec
 from .steps import Constant, Reduce, Reshard, Scatter, Shard, Step, spec_after
@@ -82,6 +83,7 @@ class Emitter:
         """An emitter for a plan without steps, whose body under construction is the program's."""
         self.program, self.assignment, self.sizes = assignment.program, assignment, assignment.sizes
         self.interned, self.records = interned, records
+        self.readers = self.program.cached(readers_of)
         self.causes = Causes(assignment)
         self.maker = ConstantMaker(self.sizes, interned)
         self.current: dict[Value, Shard] = {}
@@ -219,7 +221,7 @@ class Emitter:
                     self.pending[shard.value] = op
                 else:
                     self.inherit(shard.value, op.ins[source])
-            elif stored is not None and stored != shard.spec:
+            elif stored is not None and stored != shard.spec and self.readers.get(shard.value):
                 self.store(op, shard.value)
 
     def inherit(self, value: Value, source: Value | None) -> None:

@@ -83,12 +83,13 @@ def kernel_rule(
             for name, values in (choices or {}).items():
                 if (name, "auto") in static:
                     first, *others = (made(tuple((n, v if n == name else u) for n, u in static)) for v in values)
-                    return replace(first, forms=tuple(others), memo={})
+                    return replace(first, forms=tuple(others), options=dict(static), memo={})
 
             def fixed(f: Any) -> Any:
                 return functools.partial(f, **dict(static)) if f and static else f
 
-            return Kernel(fixed(fn), notation, fixed(local), fixed(sends), kernel_name, works=fixed(works))
+            own, declared = (fixed(fn), notation, fixed(local), fixed(sends)), fixed(works)
+            return Kernel(*own, kernel_name, works=declared, options=dict(static))
 
         @functools.wraps(fn)
         def call(*args: Any, **static: Any) -> Any:

@@ -214,6 +214,7 @@ class Kernel:
       forms: other kernels of the same rule and results; a plan chooses one by the exposed seconds of its collectives.
       forward: of the backward pass of a kernel: the kernel, and its operands if they are not the first ones of the backward pass. A
         model needs twice its FLOPs, as for the backward pass of a matmul.
+      options: the static keyword arguments of its call; none under ``jax.vmap`` and in derivatives.
       memo: results of functions that are :func:`cached`: gradients.
     """
 
@@ -226,6 +227,7 @@ class Kernel:
     works: KernelWorks | None = None
     forms: tuple[Kernel, ...] = ()
     forward: tuple[Kernel, tuple[Any, ...] | None] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @functools.cached_property
@@ -372,7 +374,7 @@ class Kernel:
 
         fn, forms = over(lambda *xs: jax.tree.leaves(self.fn(*xs))), tuple(form.batched(where) for form in self.forms)
         own: Any = {"local": self.local and local, "sends": self.sends and sends, "works": self.works and works}
-        return replace(self, fn=fn, notation=notation, **own, forms=forms, forward=None, memo={})
+        return replace(self, fn=fn, notation=notation, **own, forms=forms, forward=None, options={}, memo={})
 
 
 def _batch(args: Sequence[Any], where: Sequence[Any], *, kernel: Kernel) -> tuple[list[Any], list[int]]:

@@ -193,7 +193,7 @@ def attention_hint(plan: Plan) -> Hint | None:
     place = f"{'in' if made[0].module else 'at'} {location_of_op(made[0]) or '?'}"
     return Hint(
         f"{gain}attention scores of {format_memory(max(stored))} are stored {place}, and read by other kernels. "
-        "mp.layers.attention computes them in chunks, which it does not store",
+        "mp.layers.attention, in Flax as attention_fn=, computes them in chunks and stores none: docs/slow.md",
         took,
     )
 

@@ -230,8 +230,8 @@ def with_halo_sends(r: OpRule, eqn: JaxprEqn, why: str, alike: bool = False) -> 
                             for s, part in zip(sends, read.exchange.sent, strict=True)
                         ]
                     collectives += sends
-                    same = alike and done is not None and len(set(read.before)) == 1
-                    done = (*done, dim, read.starts, read.length) if same else None
+                    same = alike and len(set(read.before)) == 1
+                    done = (*done, dim, read.starts, read.length) if same and done is not None else None
                     shape[dim] = read.length
         return collectives
 

@@ -164,6 +164,21 @@ def test_a_ring_has_the_bytes_of_the_collective_that_it_replaces():
     assert not proof.failed
 
 
+@pytest.mark.parametrize("strategy", ["ulysses", "ring"])
+def test_the_kernels_of_attention_send_what_the_plan_says(strategy):
+    """Also of a constant gradient, of which a block is a constant of another size."""
+
+    def step(q, k, v):
+        attend = lambda *x: mp.layers.attention(*x, causal=True, strategy=strategy).astype(jnp.float32).sum()  # noqa: E731
+        return jax.grad(attend, (0, 1, 2))(q, k, v)
+
+    where = {"mesh": "context=4", "topology": "v5e:2x2", "layout": "seq: context", "lowering": "shard_map"}
+    dims = dict.fromkeys("qkv", "batch seq heads _")
+    proof = mp.prove(step, *[S((1, 1024, 4, 128), jnp.bfloat16)] * 3, dims=dims, **where)
+    assert proof.proven
+    assert not proof.failed
+
+
 def test_a_step_is_proven_under_its_own_layout():
     step = mp.jit(lambda x: x * 2, mesh="data=4", layout="batch: data", dims={"x": "batch _"})
     x = jax.ShapeDtypeStruct((8, 4), np.float32)

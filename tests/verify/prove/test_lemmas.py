@@ -165,6 +165,15 @@ CASES = {
         [P()], P("data"), [(8, 4)], P(),
     ),
     "reshape": (lambda x: x.reshape(2, 4, 3), lambda x: x.reshape(-1, 4, 3), [P("model")], P("model"), [(8, 3)], P(None, "model")),
+    "reshape that transposes": (
+        lambda x: lax.reshape(jnp.exp(x), (12,), (1, 0)), lambda x: lax.reshape(jnp.exp(x), (3,), (1, 0)),
+        [ROWS], P("data"), [(3, 4)], P(),
+    ),
+    "branches": (
+        lambda x: lax.cond(jnp.any(x > 2), jnp.sin, jnp.cos, x),
+        lambda x: lax.switch(lax.pmax(jnp.any(x > 2).astype(np.int32), "data"), [jnp.cos, jnp.sin], x),
+        [P("data")], P("data"), [(8, 3)], P(),
+    ),
     "permutation": (
         lambda x: x + 1, lambda x: lax.ppermute(x, ("data", "model"), SWAPPED) + 1,
         [P(("data", "model"))], P(("model", "data")), [(8, 4)], P(("data", "model")),
@@ -257,6 +266,10 @@ WRONG = {
         lambda x, w: broken_ring(x, w, twice=True),
     ],
     "ring of a scatter": [lambda x, w, y, v: scattered(x, w, y, v * 2), lambda x, w, y, v: scattered(x, w, x, w)],
+    "branches": [
+        lambda x: lax.switch(jnp.any(x > 2).astype(np.int32), [jnp.cos, jnp.sin], x),
+        lambda x: lax.switch(lax.pmax(jnp.any(x > 2).astype(np.int32), "data"), [jnp.sin, jnp.cos], x),
+    ],
     "a roll": [lambda x: rolled(x, 2), lambda x: rolled(x, -1)],
     "a roll by a block": [lambda x: send(x, DOWN), lambda x: send(x, UP)],
     "rows that are added": [

@@ -24,6 +24,7 @@ from meshpar_kernels.grouped_matmul.activations import activate
 from ...compat.jax import default_promotion
 from ...program.declare import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, ShardCounts
+from ..scaled_matmul import FORMATS_OF_EXPERTS, rounded, with_rounded_gradient
 from .exchange_choice import OVERLAPS, Exchange, choose_exchange
 
 
@@ -38,7 +39,8 @@ def run_experts(
       weight: float32 [*tokens, k].
       matrices: gate and up [*E, H, M] (or up alone), down [*E, M, H]; x's dtype; *E is one dim, or two.
       options: activation; rate, most_per_expert, slack, distinct, exchange, strategy and overlap of
-        :class:`Exchange`; implementation of the grouped matmuls.
+        :class:`Exchange`; implementation of the grouped matmuls; scaled, the format of their operands: a key of
+        :data:`..scaled_matmul.FORMATS_OF_EXPERTS`. Then ``matrices`` are values of its codes.
 
     Returns:
       [*tokens, H].
@@ -59,6 +61,10 @@ _run.defvjp(
 )
 
 
+NAME = "moe_experts"
+"""Of the op, among the kernels of a program."""
+
+
 @functools.cache
 def _op(token_dims: int, expert_dims: int, gated: bool) -> Callable[..., jax.Array]:
     """The op for arrays with these numbers of token and expert dims; ``gated``: there is a gate matrix."""
@@ -72,6 +78,7 @@ def _op(token_dims: int, expert_dims: int, gated: bool) -> Callable[..., jax.Arr
     def moe_experts(*args, **options):
         return local(*args, axes={}, **options)
 
+    moe_experts.__name__ = NAME
     return kernel_rule(text, local=local, sends=sends, works=works, choices={"overlap": OVERLAPS})(moe_experts)
 
 
@@ -127,7 +134,15 @@ def _local(
         "strategy": chosen.strategy if chosen.way.moves_tokens else "a2a",
         "exchange": options.get("exchange"),
     }
-    multiply = functools.partial(grouped_matmul, implementation=implementation)
+    form = FORMATS_OF_EXPERTS.get(options.get("scaled", ""))
+
+    def encoded(rows: jax.Array) -> Any:
+        return rows if form is None else rounded(form, ((1, form.block),), "", rows)
+
+    def multiply(rows: jax.Array, matrix: Any, sizes: jax.Array, **how: Any) -> Any:
+        y = grouped_matmul(rows, matrix, sizes, implementation=implementation, **how)
+        return y if form is None or "activation" in how else with_rounded_gradient(form, y)
+
     copies = implementation if implementation in KERNELS else None
     # sorted once, for all rounds; on a ring each device sorts the tokens that it receives
     targets = _split(target, chosen.overlap)
@@ -140,14 +155,14 @@ def _local(
         """
         rows, d = expert_dispatch(x, target, weight=weight, first=first, copy=False, implementation=copies, **how)
         *inward, down = matrices
-        indices = d.lhs_indices
+        rows, indices = encoded(rows), d.lhs_indices
         if fused:
             pair = (inward[0], inward[1]) if len(inward) == 2 else inward[0]
             h = multiply(rows, pair, d.group_sizes, activation=activation, lhs_indices=indices)
         else:
             hidden = [multiply(rows, m, d.group_sizes, lhs_indices=indices) for m in inward]
             h = activate([m.astype(jnp.float32) for m in hidden], activation).astype(rows.dtype)
-        y = multiply(h, down, d.group_sizes, row_scale=d.row_scale)
+        y = multiply(encoded(h), down, d.group_sizes, row_scale=d.row_scale)
         return expert_combine(y, d, implementation=copies), d.most
 
     def one_round(first, targets, x, weight, *matrices):

@@ -185,7 +185,7 @@ class Context:
       terms: the terms of the proof.
       sizes: axis → size, of the mesh axes that a program is in the ``shard_map`` of.
       loops: the loops of the function as it was written, by their kind and length.
-      kernels: (name, numbers of the operands) → id of a kernel → its equation in the function as it was written.
+      kernels: name → the kernels of the function as it was written: equation, and terms of its operands.
       images: number of a term → the kind with which it is reduced as the value that it is an image of (:mod:`lemmas.bits`).
       written: the equations belong to the function as it was written.
     """
@@ -193,7 +193,7 @@ class Context:
     terms: Terms
     sizes: Mapping[str, int] = field(default_factory=dict)
     loops: dict[Any, list[Any]] = field(default_factory=dict)
-    kernels: dict[Any, dict[int, JaxprEqn]] = field(default_factory=dict)
+    kernels: dict[str, list[tuple[JaxprEqn, list[Term]]]] = field(default_factory=dict)
     images: dict[int, str] = field(default_factory=dict)
     written: bool = True
 
@@ -212,10 +212,15 @@ class Context:
 
     def expanded(self, rel: Rel, dims: Iterable[int]) -> Rel:
         """The relation with a term that has its real size along dims where it is constant, taken as replicated."""
-        term = rel.term
-        for d in dims:
-            term = self.terms.expand(term, d, rel.shape[d])
-        return replace(rel, term=term)
+        dims = set(dims)
+        sizes = [n if d in dims else 1 for d, n in enumerate(rel.shape)]
+        return replace(rel, term=self.filled(rel.term, sizes))
+
+    def filled(self, term: Term, sizes: Sequence[int]) -> Term:
+        """The term, with these sizes along dims where it is constant."""
+        for d, n in enumerate(sizes):
+            term = self.terms.expand(term, d, n)
+        return term
 
     def coordinates(self, axes: Sequence[str]) -> dict[str, np.ndarray]:
         """axis → its coordinate on every device along ``axes``, the first axis major."""

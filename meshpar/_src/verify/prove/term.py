@@ -186,6 +186,8 @@ class Terms:
         if x.op == "convert" and x.args[0].dtype == dtype and x.dtype in ("float32", "float64") and is_float(dtype):
             wide = x.dtype == "float64" or dtype != "float64"
             return x.args[0] if wide else self.make("convert", None, (x,), x.shape, dtype)  # wider numbers and back
+        if x.op == "convert" and x.args[0].dtype == dtype == "bool":  # the numbers 0 and 1, and back
+            return x.args[0]
         if number is not None and (is_float(dtype) or (dtype.startswith("int") and not is_float(x.dtype))):
             return self.literal(number, dtype, len(x.shape))
         return self.make("convert", None, (x,), x.shape, dtype)

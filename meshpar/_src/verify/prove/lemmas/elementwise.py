@@ -67,6 +67,9 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     Values f(x) of a partial maximum x have the kind ``max*``: :mod:`lemmas.bits` has those that are reduced.
     """
     name, x, y = eqn.primitive.name, rels[0], rels[-1]
+    index = rels[1].term if name == "clamp" else x.term
+    if index.op == "convert" and index.args[0].dtype == "bool" and (x.number, y.number) == (0, 1) and name == "clamp":
+        return [rels[1]]  # the branch of a condition
     if name == "ne" and x.kind in ("max", "min") and (x.term, x.source) == (y.term, y.source):  # isnan
         return applied(ctx, eqn, rels, replace(x, kind=x.kind + "*"))
     if out_dtype(eqn) == "bool" and name in ("or", "and"):

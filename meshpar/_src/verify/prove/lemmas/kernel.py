@@ -18,8 +18,11 @@ from .table import LOCAL_FORM, lemma
 def kernel(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """A kernel of the function as it was written: one term for each result."""
     require(not ctx.sizes, "a kernel within a per-device program")
-    rels, own = [ctx.expanded(r, ALL[: len(r.shape)]) for r in rels], eqn.params["kernel"]
-    found = ctx.kernels.setdefault((own.name, *(r.term.number for r in rels)), {}).setdefault(id(own), eqn)
+    own, terms = eqn.params["kernel"], [ctx.filled(r.term, r.shape) for r in rels]
+    known = ctx.kernels.setdefault(own.name, [])
+    found = next((e for e, args in known if e.params["kernel"] is own and args == terms), eqn)
+    known += [(eqn, terms)] * (found is eqn)
+    rels = [ctx.replicated(t, r.shape) for t, r in zip(terms, rels, strict=True)]
     return act(ctx, eqn, rels, unsharded=ALL, params=id(found))
 
 
@@ -29,16 +32,24 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     over the axes of factors that it does not have. A factor marked ``!`` is not sharded."""
     name = str(eqn.params["name"]).removeprefix(LOCAL_FORM)
     not_partial(rels, f"kernel {name}")
-    rels = [ctx.expanded(r, [d for d, axes in enumerate(r.spec) if not axes]) for r in rels]
-    found = list(ctx.kernels.get((name, *(r.term.number for r in rels)), {}).values())
+    found = []
+    for written, terms in ctx.kernels.get(name, ()):
+        same = len(terms) == len(rels) and all(
+            ctx.filled(r.term, t.shape) is t for r, t in zip(rels, terms, strict=True)
+        )
+        found += [(written, terms)] * same
     require(bool(found), f"a kernel {name} that the function as written does not have, of these operands")
     require(len(found) == 1, f"one of several kernels {name} of these operands")
-    (written,) = found
+    ((written, terms),) = found
     own: Any = written.params["kernel"]
     ins, outs = ([aval_of(v) for v in vs] for vs in (written.invars, written.outvars))
     notation, sizes = own.notation, own.sizes([a.shape for a in ins], [a.shape for a in outs])
     axes: dict[str, tuple[str, ...]] = {}
-    pairs = [(f, a) for r, dims in zip(rels, notation.ins, strict=True) for f, a in zip(dims, r.spec, strict=True)]
+    pairs, constant = [], []  # (factors, axes) of dims; (factors, sizes on a device and in all) of dims of constants
+    for r, term, dims in zip(rels, terms, notation.ins, strict=True):
+        for factors, size, n, full, spec in zip(dims, r.term.shape, r.shape, term.shape, r.spec, strict=True):
+            constant += [(factors, n, full)] * (size != full)
+            pairs += [(factors, spec)] * (size == full)
     for factors, spec in sorted(pairs, key=lambda p: len(p[0])):
         for f in factors:
             fits = [n for n in range(len(spec) + 1) if sizes[f] % ctx.size(spec[:n]) == 0]
@@ -46,6 +57,9 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
             require(spec[: len(mine)] == mine, f"`{f}` sharded over {mine} and {spec} in kernel {name}", refused=True)
             spec = spec[len(mine) :]
         require(not spec, f"a dim of kernel {name} sharded over {axes_text(spec)}", refused=True)
+    for factors, n, full in constant:
+        split = [a for f in factors for a in axes.get(f, ())]
+        require(n * ctx.size(split) == full, f"a constant block of {n} of {full} elements in kernel {name}")
     for f, a in axes.items():
         require(not a or notation.marks[f] != "!", f"`{f}` of kernel {name} sharded over {a}", refused=True)
     partial_marks = ("", "~") if own.permutation_partial else ("",)
@@ -56,7 +70,7 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         partial = {a for f in axes if f not in given and notation.marks[f] in partial_marks for a in axes[f]}
         partial -= {a for own in spec for a in own}  # of two factors: the local form exchanges along one of them
         params = id(written) if k == 0 else (id(written), k)
-        term = ctx.terms.make("kernel", params, (r.term for r in rels), aval.shape, aval.dtype)
+        term = ctx.terms.make("kernel", params, terms, aval.shape, aval.dtype)
         shape = tuple(n // ctx.size(a) for n, a in zip(aval.shape, spec, strict=True))
         spec = tuple(a if n != 1 else () for a, n in zip(spec, term.shape, strict=True))
         results.append(Rel(term, shape, spec, frozenset(partial)))

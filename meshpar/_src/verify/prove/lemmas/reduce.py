@@ -43,36 +43,24 @@ def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     return [Rel(term, out_shape(eqn), tuple(x.spec[d] for d in keep), partial, kind if partial else "sum")]
 
 
-@lemma("reduce_prod", "argmax", "argmin", "reduce_xor")
+@lemma(
+    "reduce_prod", "reduce_xor", "argmax", "argmin", "cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort", "top_k"
+)  # fmt: skip
 def along(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Reductions of dims that are not sharded; the other dims are carried along. The extremum of a block along a sharded dim is the
-    term ``arg_block`` (:func:`index.extremum_of_blocks`)."""
-    (x,), name = rels, eqn.primitive.name
-    not_partial(rels, name)
-    axes = tuple(map(int, eqn.params["axes"]))
+    """Ops along dims that are not sharded; the other dims are carried along. cumsum is linear. The extremum of a block along a
+    sharded dim is the term ``arg_block`` (:func:`index.extremum_of_blocks`)."""
+    x, name, p = rels[0], eqn.primitive.name, eqn.params
+    partial = partial_of(rels, name, "sum") if name == "cumsum" else not_partial(rels, name)
+    if "axes" not in p:
+        d = int(p.get("dimension", p.get("axis", -1))) % len(x.shape)
+        return act(ctx, eqn, rels, unsharded=[d], params=frozen(p), partial=partial)
+    axes = tuple(map(int, p["axes"]))
     keep = [d for d in range(len(x.shape)) if d not in axes]
     if name.startswith("arg") and x.spec[axes[0]]:
         own, sizes = (x.spec[axes[0]], x.shape[axes[0]], name, axes[0]), [x.term.shape[d] for d in keep]
         term = ctx.terms.make("arg_block", own, (x.term,), sizes, out_dtype(eqn))
         return [Rel(term, out_shape(eqn), tuple(x.spec[d] for d in keep))]
     return act(ctx, eqn, rels, outs=[keep], unsharded=axes, params=axes)
-
-
-@lemma("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin")
-def cumulative(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Along a dim that is not sharded; cumsum is linear."""
-    name, d = eqn.primitive.name, eqn.params["axis"]
-    if name != "cumsum":
-        not_partial(rels, name)
-    return act(ctx, eqn, rels, unsharded=[d], params=(d, eqn.params["reverse"]), partial=partial_of(rels, name, "sum"))
-
-
-@lemma("sort", "top_k")
-def sort(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Along a dim that is not sharded; all operands are sharded alike along the others."""
-    not_partial(rels, eqn.primitive.name)
-    d = eqn.params.get("dimension", eqn.params.get("axis", -1)) % len(rels[0].shape)
-    return act(ctx, eqn, rels, unsharded=[d], params=frozen(eqn.params))
 
 
 @lemma("reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add", "select_and_gather_add")

@@ -58,8 +58,8 @@ def reshape(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     Of several results that hold, one that the function as written has, or a value that was reshaped before; then one with the axes
     of the dims of the operand.
     """
-    require(eqn.params.get("dimensions") is None or eqn.primitive.name != "reshape", "a reshape that transposes")
-    return [reshaped(ctx, rels[0], out_shape(eqn))]
+    (x,), order = rels, eqn.params.get("dimensions") if eqn.primitive.name == "reshape" else None
+    return [reshaped(ctx, x if order is None else transposed(ctx, x, order), out_shape(eqn))]
 
 
 def reshaped(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Rel:
@@ -111,8 +111,12 @@ def _reshapes(ctx: Context, x: Rel, shape: tuple[int, ...]) -> Iterator[tuple[li
 @lemma("transpose")
 def transpose(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Dims with their specs, in another order."""
-    x, order = rels[0], eqn.params["permutation"]
-    return [x.of(ctx.terms.transpose(x.term, order), out_shape(eqn), [x.spec[d] for d in order])]
+    return [transposed(ctx, rels[0], eqn.params["permutation"])]
+
+
+def transposed(ctx: Context, x: Rel, order: Sequence[int]) -> Rel:
+    """The result of a transpose."""
+    return x.of(ctx.terms.transpose(x.term, order), [x.shape[d] for d in order], [x.spec[d] for d in order])
 
 
 def sliced(ctx: Context, x: Rel, d: int, start: int, size: int, stride: int = 1) -> Rel:
