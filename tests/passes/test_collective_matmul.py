@@ -67,6 +67,18 @@ def test_a_gather_before_products_and_a_scatter_after_them_are_found():
     assert Counter((c.bytes, c.count) for c in plan.collectives) == {(whole / 16, 14): 2, (whole / 32, 2): 2}
 
 
+def test_axes_of_one_device_have_no_rings():
+    """A gradient whose dims may be sharded over ``x`` alone, which has one device."""
+    loss = jax.grad(lambda x, up, down: jax.numpy.sum(jax.numpy.tanh(x @ up) @ down), (0, 1, 2))
+    layout = mp.Layout("hidden: y+x; model?: x; batch?: y", resolve="cost")
+    dims = {"x": "batch model", "up": "model hidden", "down": "hidden _"}
+    args = bf16(8, 16), bf16(16, 16), bf16(16, 8)
+    assert all(
+        "y" in axes
+        for _, _, axes, _ in found(mp.plan(loss, *args, mesh="x=1, y=8", layout=layout, dims=dims, overlap="ring"))
+    )
+
+
 def test_cost_decides_where_the_chip_is_known():
     plan = mlp_plan("auto", width=WIDE)
     assert [o.choice for o in plan.overlaps] == ["ring", "ring"]

@@ -165,13 +165,14 @@ def find_pairs(plan: Plan) -> list[Pair]:
     positions: dict[Frame, dict[Op, int]] = {}
     for step, body, home in reader.candidates:
         if isinstance(step, Reduce):
-            found = _scatter(step, home, reader)
-            pairs += [] if found is None else [Pair.of(plan, found[0], True, found[1])]
-            continue
-        if body not in positions:
-            positions[body] = {op: k for k, op in enumerate(body.ops)}
-        gather = _gather(step, reader.users[step.result], body, positions[body])
-        pairs += [] if gather is None else [Pair.of(plan, gather, not _is_input(gather.value, carried))]
+            found, terms = _scatter(step, home, reader) or (None, ())
+        else:
+            if body not in positions:
+                positions[body] = {op: k for k, op in enumerate(body.ops)}
+            found, terms = _gather(step, reader.users[step.result], body, positions[body]), ()
+        if found is not None and shard_count(found.axes, plan.sizes) > 1:  # a mesh axis may have one device
+            critical = isinstance(step, Reduce) or not _is_input(found.value, carried)
+            pairs.append(Pair.of(plan, found, critical, terms))
     return pairs
 
 

@@ -435,6 +435,10 @@ EDGES = {
         lambda x: lax.psum(jnp.where(lax.axis_index("data") == 0, jnp.max(x, 0), 0.0), ("data", "model")),
         [P("model")], P(), [(8, 4)],
     ),
+    "the maximum of a disjunction of bits": (
+        lambda x: lax.reduce_or(x.astype(jnp.uint32), (0,)), lambda x: lax.pmax(lax.reduce_or(x.astype(jnp.uint32), (0,)), "data"),
+        [P("data")], P(), [2.0 ** np.arange(8.0).reshape(8, 1)],
+    ),
     "padding of one row": (
         lambda x: jnp.zeros((4, 4)),
         lambda x: lax.dynamic_slice_in_dim(jnp.pad(x, ((0, 3), (0, 0))), lax.axis_index("data"), 1, 0),
@@ -555,6 +559,14 @@ def test_a_program_that_is_wrong_at_an_edge_of_a_lemma_is_not_proven(name):
 
 UNREFUSED = {
     "rows that are repeated": (lambda x: jnp.concatenate([jnp.exp(x)] * 4), jnp.exp, [P()], P("data"), [(4, 6)]),
+    "sharded rows that are repeated": (
+        lambda x: jnp.concatenate([jnp.exp(x)] * 4), jnp.exp, [P("model")], P(("data", "model")), [(4, 6)],
+    ),
+    "bits of a disjunction": (
+        lambda x: lax.reduce_or(x.astype(jnp.uint32), (0,)) | 1,
+        lambda x: lax.reduce_or(lax.all_gather(lax.reduce_or(x.astype(jnp.uint32), (0,)) | 1, "data"), (0,)),
+        [P("data")], P(), [(8, 4)],
+    ),
     "a sum of blocks": (lambda x: x.reshape(4, 2, 4).sum(0), lambda x: psum(x), [P("data")], P(), [(8, 4)]),
     "a row that is added to rows": (
         lambda x: x + jnp.pad(jnp.exp(x)[2:3], ((2, 1), (0, 0))),

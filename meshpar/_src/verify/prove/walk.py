@@ -166,12 +166,13 @@ class Walk:
         for d, (have, want) in enumerate(zip(r.spec, spec, strict=True)):
             if r.term.shape[d] != 1 and have != want:
                 refused = f"dim {d} of result {k} is sharded over {axes_text(have)}; its spec says {axes_text(want)}"
-        if refused:  # equal rows of all devices may be blocks of an array that repeats them
-            contradicts = not r.fragmented and bool(r.partial or r.sharded)
+        shape = tuple(aval_of(eqn.outvars[k]).shape)
+        if refused:  # rows that devices repeat may be blocks of an array that repeats them: the term has fewer then
+            contradicts = not r.fragmented and bool(r.partial or (r.sharded and tuple(r.term.shape) == shape))
             return self.unknown(eqn, refused, contradicts, [r])
         if r.term.axes:
             return self.unknown(eqn, f"result {k} may depend on the device")
-        return self.ctx.replicated(r.term, tuple(aval_of(eqn.outvars[k]).shape))
+        return self.ctx.replicated(r.term, shape)
 
     # -- loops and branches
 

@@ -72,8 +72,10 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         return [rels[1]]  # the branch of a condition
     if name == "ne" and x.kind in ("max", "min") and (x.term, x.source) == (y.term, y.source):  # isnan
         return applied(ctx, eqn, rels, replace(x, kind=x.kind + "*"))
-    if out_dtype(eqn) == "bool" and name in ("or", "and"):
+    if name in ("or", "and") and out_dtype(eqn) == "bool":
         return applied(ctx, eqn, rels, partial_of(rels, name, "max" if name == "or" else "min"))
+    if any(r.kind == name for r in rels):  # of the bits of integers
+        return applied(ctx, eqn, rels, partial_of(rels, name, name))
     if not any(r.kind.endswith("*") for r in rels):
         not_partial(rels, name)
     return applied(ctx, eqn, rels, partial_of(rels, name))

@@ -20,6 +20,7 @@ NEUTRAL = {
 }  # fmt: skip
 """Op of windows → the values outside of an array that do not change its results."""
 KINDS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}
+"""Reduction → the kind of its partial results; a disjunction of booleans is their maximum."""
 
 
 @lemma(*KINDS)
@@ -28,6 +29,8 @@ def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     constant, Σ is n x."""
     (x,), axes, name = rels, [int(a) for a in eqn.params["axes"]], eqn.primitive.name
     kind, term, over = KINDS[name], x.term, frozenset(a for d in axes for a in x.spec[d])
+    if name in ("reduce_or", "reduce_and") and out_dtype(eqn) != "bool":
+        kind = name.removeprefix("reduce_")  # of the bits of integers, which no extremum reduces
     require(not x.partial or x.kind == kind, f"{name} of a partial {x.kind}", refused=True)
     require(kind == "sum" or not x.partial & over, "a reduction over its own partial axes", refused=True)
     varying = tuple(d for d in axes if term.shape[d] != 1)
