@@ -482,7 +482,7 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
         ),
         ("small --mesh data=4 --layout 'embd: data'", "did you mean `embed`?"),
         ("small --mesh data=3 --layout fsdp", "does not divide over data=3"),
-        ("small --mesh data=4 --layout 'mlp: tp'", 'give the mesh that axis: --mesh "data=4, tp=1"; rules'),
+        ("small --mesh data=4 --layout 'mlp: tp'", 'give the mesh that axis: --mesh "data=2, tp=2"'),
         ("small --mesh data=4 --layout 'batch: dp'", "  fix     write `batch: data`"),
         ("small --mesh data=4 --topology v5e:2x4", 'make the sizes multiply to 8: --mesh "data=8", or'),
         ("small --mesh data=4 --set mpl=3", "keyword argument 'mpl'\n  fix     did you mean `mlp`?"),
