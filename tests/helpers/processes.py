@@ -210,6 +210,8 @@ def child(request: dict[str, Any], p: int, port: int) -> None:
         XLA_FLAGS=quick.FLAGS,
     )  # fmt: skip
     os.environ.update(request["env"])
+    if request.get("networks"):
+        enter_network(request["networks"][p])
     try:
         import jax
 
@@ -234,6 +236,15 @@ def child(request: dict[str, Any], p: int, port: int) -> None:
             traceback.print_exc()
     sys.stdout.flush()
     os._exit(code)
+
+
+def enter_network(name: str) -> None:
+    """Move this process into a network namespace (``ip netns``)."""
+    import ctypes
+
+    with open(f"/var/run/netns/{name}") as f:
+        if ctypes.CDLL(None, use_errno=True).setns(f.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def function_of(file: str, name: str) -> Any:
