@@ -121,7 +121,7 @@ class _Rewriter:
         return matmul
 
     def experts(self, eqn: JaxprEqn, own: Sequence[Origin]) -> Callable[..., Any] | None:
-        """The function in place of a call of :func:`meshpar.layers.moe`'s experts; None: the equation is none, or stays.
+        """The function in place of a call of :func:`meshpar.layers.moe`'s experts; None: it is another equation, or stays.
 
         Raises:
           DivisibilityError: as above.
