@@ -145,7 +145,7 @@ def test_a_rule_that_shards_nothing_is_named_with_the_reason(layout, mesh, why):
     ("mesh", "topology", "says"),
     [
         ("slice=2, data=8", "2x v5e:2x4", "(slice 2 × data 8); slice connects the slices, over DCN"),
-        ("data=16", "2x h100:8", "(data 16); data connects the nodes, over DCN"),
+        ("data=16", "2x h100:8", "(data 16); data connects the nodes"),
         ("data=8", "v5e:2x4", "(data 8)"),
     ],
 )

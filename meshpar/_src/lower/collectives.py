@@ -128,7 +128,7 @@ def permutation(move: Move, sizes: Mapping[str, int], turn: int = 0) -> list[tup
         numbers = []
         for entry in spec:
             number = np.zeros(int(np.prod(shape)), int)
-            for axis in filter(coordinate.__contains__, entry):
+            for axis in (a for a in entry if a in coordinate):
                 number = number * sizes[axis] + coordinate[axis]
             numbers.append(number)
         return numbers

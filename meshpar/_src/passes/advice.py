@@ -45,7 +45,7 @@ def idle_axes(plan: Plan) -> list[str]:
 
 def with_notes(plan: Plan) -> Plan:
     """The plan with notes: axes and rules without effect on its program, a compiler without a table."""
-    notes = list(filter(None, [_scaled_matmuls(plan)]))
+    notes = [note] if (note := _scaled_matmuls(plan)) else []
     idle = ", ".join(f"`{a}`" for a in idle_axes(plan))
     if idle:
         notes.append(f"no value is split over {idle}: its devices all do the same work")

@@ -56,8 +56,9 @@ def plan_renderable(plan: Plan, brief: bool = False) -> Any:
     of = f" of {plan.topology}" * bool(plan.topology)
     devices = Text.assemble(f"{math.prod(plan.sizes.values())} devices{of} (", colours.sizes(plan.sizes).terminal, ")")
     between, places = facts.crossing(plan)
-    if between:
-        devices.append("; ").append(colours.axes(between).terminal).append(f" connects the {places}, over DCN")
+    if between:  # DCN is the network of TPUs
+        text = f" connects the {places}" + ", over DCN" * (places == "slices")
+        devices.append("; ").append(colours.axes(between).terminal).append(text)
     effects = [f"`{e.rule}`: {e.unused}" for e in facts.rule_effects(plan) if e.unused]
     layout, lowering = colours.layout(facts.layout_text(plan)), facts.lowering_text(plan)
     named = {"plan": devices, "inputs": Text(facts.inputs_text(plan)), "layout": layout}
