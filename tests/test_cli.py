@@ -25,7 +25,7 @@ from meshpar._src.entry import cli
 from meshpar._src.entry.cli import command_parser, main
 from meshpar._src.entry.target import concrete, load_target
 from meshpar._src.lab.lab import Lab
-from meshpar._src.units import format_memory
+from meshpar._src.units import format_memory, format_seconds
 from meshpar.errors import TargetError
 
 TARGETS = """
@@ -247,7 +247,7 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
     assert not re.search(r"^  step |MFU", out, re.MULTILINE)
     assert run(f"{big} --json")[0] == 1
     *_, purpose, following = out.splitlines()
-    command = shlex.split(following.removeprefix("meshpar "))
+    command = shlex.split(following)[1:]
     assert purpose == "next  enough devices for the state:"
     where = re.search(r"They fit on \d+ devices: (.*)", out)[1]
     assert (command[0], command[command.index("--topology") + 1]) == ("search", where)
@@ -274,10 +274,10 @@ def test_the_next_command_after_a_plan(command, monkeypatch):
     assert shlex.split(one_axis)[-4:] == ["--mesh", "data=16", "--layout", "fsdp"]
     for purpose, line in ((slow, again), (misfit, one_axis)):
         found = json.loads(command(*shlex.split(line)[1:], "--json")[1])
-        assert f"next  {1e3 * found['time']['seconds']:.0f} ms" in purpose
+        assert f"next  {format_seconds(found['time']['seconds'])} a step" in purpose
         assert f"{found['memory']['peak'] / 2**30:.2f} GiB of memory:" in purpose
     assert fast == "next  other meshes and layouts:"
-    assert search.startswith("meshpar search ")
+    assert search.startswith("      meshpar search ")
     assert set(options) < set(shlex.split(search))
 
 
@@ -587,7 +587,7 @@ def test_search_prints_the_choice_the_next_command_and_json(run, capsys):
     found = json.loads(run(f"{small} --json")[1])
     assert found["fits"]
     assert any(row["name"] == "yours" and row["layout"] == "batch, embed: data" for row in found["rows"])
-    again = shlex.split(out.splitlines()[-1].removeprefix("meshpar "))
+    again = shlex.split(out.splitlines()[-1])[1:]
     assert again[0] == "plan"
     assert main([*again, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["time"]["seconds"] == pytest.approx(found["best"]["seconds"])
@@ -846,3 +846,36 @@ def test_collectives_as_csv_and_the_page_in_a_browser(run, target, tmp_path, mon
     assert opened == [page.resolve().as_uri()]
     status, _, err = run(small)
     assert (status, "--html FILE writes one" in err) == (2, True)
+
+
+def test_names_lists_dims_without_a_name(command, tmp_path):
+    file = tmp_path / "fused.py"
+    file.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def step(params, x):\n"
+        "    gate, up = jnp.split(x @ params['layers_0']['w13'], 2, -1)\n"
+        "    return x + (gate * up) @ params['layers_0']['w2']\n"
+        "def target():\n"
+        "    shape = jax.ShapeDtypeStruct\n"
+        "    return step, ({'layers_0': {'w13': shape((8, 32), float), 'w2': shape((16, 8), float)}}, shape((4, 8), float))\n"
+    )
+    found = json.loads(command("names", f"{file}:target", "--json")[1])["unnamed"]
+    assert ("params/layers_*/w13", "[8, 32]", "_") in {(r["path"], r["shape"], r["dims"].split()[1]) for r in found}
+    assert "No rule shards a dim without a name." in command("names", f"{file}:target")[1]
+
+
+def test_a_value_that_a_literal_type_excludes(command, tmp_path):
+    llama = str(Path(__file__).parent.parent / "examples" / "llama.py")
+    status, _, error = command("plan", f"{llama}:tiny", "--topology", "v5e:2x4", "--set", "attention=flash")
+    assert status == 2
+    assert "--set attention=flash: `attention` is one of splash, xla, ring, ulysses, gathered" in " ".join(
+        error.split()
+    )
+
+
+@pytest.mark.parametrize(("axis", "usual"), [("dta", "data"), ("modl", "model"), ("rows", None)])
+def test_a_new_axis_of_a_default_mesh_that_is_similar_to_a_usual_one(run, axis, usual):
+    _, _, error = run(f"plan small --topology v5e:2x4 --layout 'batch: {axis}'")
+    assert f"default  mesh: {axis}=8, " in error
+    assert ("is new" in error) is (usual is not None)
+    assert usual is None or f"axis `{axis}` is new: did you mean `{usual}`?" in error

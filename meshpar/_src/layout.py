@@ -318,7 +318,7 @@ class Layout:
             if self.scheme and None not in renamed.values():
                 back = {new: a for a, new in renamed.items() if new is not None}
                 fixes.append(f'mesh="{mesh_text({back.get(str(a), str(a)): n for a, n in mesh.shape.items()})}"')
-                fixes.append(f'layout="{"; ".join(map(str, named))}"')
+                fixes.append(f'or layout="{"; ".join(map(str, named))}"')
             else:
                 fixes += (
                     [f"write `{named[self.rules.index(rule)]}`"] if same else did_you_mean(axis, mesh.shape, "axes")

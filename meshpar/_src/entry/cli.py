@@ -57,7 +57,7 @@ from ..progress import Progress, progress_line
 from ..report.document import shown_text
 from ..report.facts import fits
 from ..report.hints import topology_for_state
-from ..report.names import names_table
+from ..report.names import names_table, unnamed_table
 from ..report.tables import hanging
 from ..report.text import plan_renderable
 from ..runs import RunOptions, run_plan_of
@@ -509,7 +509,7 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
 
 def _show_next(command: str, purpose: str) -> None:
     """Print what to do next: the purpose, and below it a command in one line, to copy."""
-    print(f"\n{shown_text(Text.assemble(('next', 'bold green'), f'  {purpose}:'))}\n{command}")
+    print(f"\n{shown_text(Text.assemble(('next', 'bold green'), f'  {purpose}:'))}\n      {command}")
 
 
 @contextlib.contextmanager
@@ -737,18 +737,22 @@ def _diff(args: argparse.Namespace) -> int:
 
 @_command(_names_arguments, "the names of the dims of a step's arguments, inferred where nobody gave one")
 def _names(args: argparse.Namespace) -> int:
-    """``meshpar names``: print the name of each dim, its evidence and the arrays that have it; exit status 0."""
+    """``meshpar names``: print the name of each dim, its evidence and the arrays that have it, and arrays with dims without
+    names; exit status 0."""
     target = _target(args)
     program = named_program(target.step, *target.args, dims=target.dims)
-    patterns, table = patterns_of(program), names_table(program)
+    patterns, tables = patterns_of(program), {"names": names_table(program), "unnamed": unnamed_table(program)}
     if args.write:
         Path(args.write).write_text(json.dumps(patterns, indent=2) + "\n")
     if args.json:
-        heads = [head for head, _ in table.columns]
-        rows = [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.rows]
-        print(json.dumps({"dims": patterns, "names": rows}, indent=2))
+        rows = {name: [[cell.text for cell in row] for row in table.rows] for name, table in tables.items()}
+        names = [dict(zip(("dim", "size", "arrays", "certain", "evidence"), row, strict=True)) for row in rows["names"]]
+        unnamed = [dict(zip(("path", "shape", "dims"), row, strict=True)) for row in rows["unnamed"]]
+        print(json.dumps({"dims": patterns, "names": names, "unnamed": unnamed}, indent=2))
     else:
-        print(shown_text(table.terminal()))
+        print("\n\n".join(shown_text(table.terminal()) for table in tables.values() if table.rows))
+        if tables["unnamed"].rows:
+            print("\nNo rule shards a dim without a name. --write FILE writes a mapping to edit, --dims FILE reads it.")
     return 0
 
 
