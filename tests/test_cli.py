@@ -857,7 +857,8 @@ def test_names_lists_dims_without_a_name(command, tmp_path):
         "    return x + (gate * up) @ params['layers_0']['w2']\n"
         "def target():\n"
         "    shape = jax.ShapeDtypeStruct\n"
-        "    return step, ({'layers_0': {'w13': shape((8, 32), float), 'w2': shape((16, 8), float)}}, shape((4, 8), float))\n"
+        "    return step, ({'layers_0': {'w13': shape((8, 32), float), 'w2': shape((16, 8), float)}},\n"
+        "                  shape((4, 8), float)), {'*/w13': 'embed _', 'x': 'batch embed'}\n"
     )
     found = json.loads(command("names", f"{file}:target", "--json")[1])["unnamed"]
     assert ("params/layers_*/w13", "[8, 32]", "_") in {(r["path"], r["shape"], r["dims"].split()[1]) for r in found}
