@@ -6,7 +6,7 @@ import re
 
 from ..dims import format_dims
 from ..program import Program
-from ..program.guessed_names import GIVEN, inferred_names
+from ..program.inferred_names import GIVEN, inferred_names
 from .tables import Cell, Table, code, number
 
 
