@@ -13,7 +13,7 @@ from rich.text import Text
 
 PLAIN_WIDTH = 120
 """Columns of output that no terminal shows."""
-_BEFORE_UNIT = re.compile(r"(?<=\d)[ \u00a0](?=(?:[kMGT]?B|[KMGT]iB|µs|ms|s|min|h|d|%|×)(?!\w))")
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|[KMGT]iB|µs|ms|s|min|h|d|%|×)(?!\w))")
 _GLUE = "\ue000"
 """A character of one column, in place of a space at which lines do not wrap; rich wraps at no-break spaces as well."""
 
