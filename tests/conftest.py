@@ -112,7 +112,11 @@ def pytest_addoption(parser):
         help="seconds from which a recorded case is slow",
     )
     parser.addoption(
-        "--one-case-in", action="append", default=[], metavar="FOLDER", help="run one case of each test in this folder"
+        "--every-case-in",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="run one case of each test outside of these",
     )
 
 
@@ -123,14 +127,14 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before cases are selected by their marks
 def pytest_collection_modifyitems(config, items):
-    """Mark the cases that are recorded as slow, and deselect all other cases but one of the tests in `--one-case-in`."""
+    """Mark the cases that are recorded as slow; with `--every-case-in`, deselect all others but one of each test outside of it."""
     recorded, seconds = durations.load(), config.getoption("--slow-from")
-    folders = tuple(config.getoption("--one-case-in"))
+    complete = tuple(config.getoption("--every-case-in"))
     drawn_from = []
     for item in items:
         if durations.is_slow(item.nodeid, recorded, seconds):
             item.add_marker(pytest.mark.slow)
-        elif item.nodeid.startswith(folders) and not item.get_closest_marker("slow"):
+        elif complete and not item.nodeid.startswith(complete) and not item.get_closest_marker("slow"):
             drawn_from.append(item.nodeid)
     left = durations.all_but_one_case(drawn_from, recorded)
     if left:
