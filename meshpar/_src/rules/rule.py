@@ -25,7 +25,7 @@ Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "indexe
 ``pass_through``: the factor is in operands and results; each device computes its shard.
 ``sum`` and the other reductions: the factor is contracted, and results are partial.
 ``indexed``: a dim that is read or written at some indices; each device serves the indices in its own shard. A result without the
-factor (a read) is partial: one device contributes each element, the others :func:`rules.owned.neutral`. A result with
+factor (a read) is partial: one device contributes each element, the others :func:`rules.one_owner.neutral`. A result with
 the factor (a write) is complete.
 ``need_replication``: the factor cannot be split.
 ``permutation``: the op's local form communicates (halos, offsets of a running sum, candidates of a top-k, tokens to experts), and
