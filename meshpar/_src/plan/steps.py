@@ -540,6 +540,25 @@ def topological_order(
     return tuple(placed)
 
 
+def without_superseded(steps: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
+    """Steps in order, without ops that a later step recomputes for all their readers, and without the copies that only these
+    read.
+
+    Args:
+      outputs: shards that are read after all steps.
+    """
+    read, runs, needed = set(outputs), set[Op](), list[Step]()
+    for step in reversed(steps):
+        superseded = is_deferred(step) or (isinstance(step, Run) and step.op in runs)
+        if superseded and read.isdisjoint(step.makes):
+            continue
+        if isinstance(step, Run):
+            runs.add(step.op)
+        read.update(step.reads)
+        needed.append(step)
+    return tuple(reversed(needed))
+
+
 def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:
     """A body after ``change`` of all bodies inside it, innermost first, then of itself; the same object if nothing changed."""
     if body.nested:

@@ -177,9 +177,14 @@ def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
     for x, zero, wanted in ((cases[1], cases[0], True), (cases[0], cases[1], False)):
         term, partial = x.term, rel.partial | mask.axes
         extremum = rel.partial and rel.kind != "sum"
-        if not mask.axes or extremum or not is_zero(zero.term) or (rel.partial | x.sharded) & mask.axes:
+        if not mask.axes or extremum or not is_zero(zero.term) or rel.partial & mask.axes:
             continue
         kind = "one" if zero.term.params == "-0.0" and not rel.partial else "sum"
+        element = element_of_block(ctx, mask, x) if wanted else None
+        if element is not None:
+            return Rel(element.term, rel.shape, element.spec, partial, kind)
+        if x.sharded & mask.axes:
+            continue
         if not mask.axes & term.axes and all(n == 1 for n in mask.shape) and not leaves(mask):
             (chosen,) = evaluate(ctx, axes_of(ctx, mask), [mask])
             if (chosen == wanted).sum() == 1:
@@ -219,6 +224,28 @@ def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
     return owned(ctx, Rows(axes, n, local, mask), [str(dict(params)["mode"])], made)
 
 
+def element_of_block(ctx: Context, mask: Term, x: Rel) -> Rel | None:
+    """x[i] along a sharded dim, of which each device masks the one element of its block that it has or reads."""
+    term, spec = x.term, x.spec
+    if term.op == "slice_block":
+        (axes, n, d), (table, local) = term.params, term.args
+    else:
+        found = [d for d, s in enumerate(spec) if mask.axes.intersection(s)]
+        if len(found) != 1 or x.fragmented or x.shape[found[0]] != 1:
+            return None
+        (d,), n, table = found, 1, term
+        axes, local = spec[d], ctx.terms.literal(0, "int32")
+    if mask.axes != set(axes) or math.prod(mask.shape) != 1:
+        return None
+    sizes = [1 if k == d else m for k, m in enumerate(term.shape)]
+
+    def made(index: Term, _: str) -> Term:
+        return ctx.terms.make("dynamic_slice", d, (table, index), sizes, term.dtype)
+
+    row = owned(ctx, Rows(axes, n, local, ctx.terms.reshape(mask, ())), ["CLIP"], made)
+    return None if row is None else Rel(row, x.shape, tuple(() if k == d else s for k, s in enumerate(spec)))
+
+
 def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, str], Term]) -> Term | None:
     """The value ``made(index, mode)`` of the function as written, for an index among the terms within a local one, of which each
     row is accessed by the one device that has it.
@@ -227,8 +254,8 @@ def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, 
       modes: of the gather or scatter as written, for an index out of range.
     """
     shape = rows.local.shape
-    for t in subterms(rows.local):
-        if not t.axes and t.dtype == rows.local.dtype and math.prod(t.shape) == math.prod(shape):
+    for t in subterms(rows.local, *([] if rows.mask is None else [rows.mask])):
+        if not t.axes and t.dtype in INTEGERS - {"bool"} and math.prod(t.shape) == math.prod(shape):
             for mode in modes:
                 value = made(ctx.terms.reshape(t, shape), mode)
                 if ctx.terms.is_known(value) and _each_once(ctx, rows, mode, t):

@@ -20,7 +20,7 @@ ALL = -1
 """The bits of an element that is complete."""
 MAX_BITS = 62
 OF_FRAGMENTS = frozenset(
-    "slice split gather dynamic_slice dynamic_update_slice concatenate pad transpose ppermute all_gather dot_general "
+    "slice split rev gather dynamic_slice dynamic_update_slice concatenate pad transpose ppermute all_gather dot_general "
     "conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split()
 )
 """Primitives whose lemmas take operands in fragments, besides elementwise ops."""
@@ -82,7 +82,11 @@ def with_table(
     ctx: Context, x: Rel, d: int, axes: tuple[str, ...], table: np.ndarray, fill: Fill | None = None, origin: Any = None
 ) -> Rel:
     """``x`` with the elements of a table along a dim: as a block, or a slice that all devices have, if they are one."""
-    if x.term.op == "pad" and fill is None and origin is None:  # a window of a padded array
+    index, n, total = table[..., 0], table.shape[1], x.term.shape[d]
+    first = order_of(ctx, axes, index[:, 0], n) if n and (np.diff(index, axis=1) == 1).all() else None
+    block = first[0] if first is not None and not first[1] and n * ctx.size(first[0]) == total else None
+    padded = x.term.op == "pad" and (block is None or not ctx.terms.is_known(x.term))
+    if padded and fill is None and origin is None:  # a window of a padded array
         inner, value = x.term.args
         if [k for k, _ in x.term.params] == [d] and value.op == "literal" and inner.shape[d] > 1:
             low, _, gap = x.term.params[0][1]
@@ -90,7 +94,6 @@ def with_table(
             inside = (index >= 0) & (index < inner.shape[d]) & (rest == 0)
             table = np.where(inside[..., None], np.stack([index, table[..., 1]], -1), -1)
             return with_table(ctx, replace(x, term=inner), d, axes, table, (value.op, value.params))
-    index, n, total = table[..., 0], table.shape[1], x.term.shape[d]
     require(not x.partial or fill is None or fill[1] in (None, *ZEROS), "a partial value, and a number")
     if origin is not None:
         full = (1 << origin[0]) - 1
@@ -107,8 +110,7 @@ def with_table(
             order = ()
             term = ctx.terms.take(term, d, index[0])
         elif consecutive:
-            found = order_of(ctx, axes, index[:, 0], n)
-            order = found[0] if found is not None and not found[1] and n * ctx.size(found[0]) == total else None
+            order = block
         if order is None and origin is None:
             for some in orders(axes):  # a block of the elements in another order, which the function as written has
                 block, every = ctx.index(some, axes), np.zeros((ctx.size(some), n), np.int64)
@@ -183,6 +185,19 @@ def permute_fragments(ctx: Context, x: Rel, axes: Sequence[str], sources: np.nda
     table[source < 0] = -1
     zero = fill_of(ctx.replicated(ctx.terms.literal(0, x.term.dtype), ())) if (source < 0).any() else None
     return with_table(ctx, x, d, every, table, *common_fill(zero, d, x))
+
+
+def of_one_device(ctx: Context, x: Rel) -> Rel:
+    """Fragments of which one device has each element, and the others 0, as the partial value that they are; else ``x``."""
+    entry = x.spec[x.fragmented[0]] if len(x.fragmented) == 1 and x.kind == "sum" else None
+    if not isinstance(entry, Fragments) or entry.origin is not None or entry.fill is None or entry.fill[1] not in ZEROS:
+        return x
+    (d,), index = x.fragmented, entry.array[..., 0]
+    if ((index >= 0).sum(0) != 1).any():
+        return x
+    kind = "one" if entry.fill[1] == "-0.0" and not x.partial else "sum"
+    term, spec = ctx.terms.take(x.term, d, index.max(0)), x.placed({d: ()}).spec
+    return Rel(term, x.shape, spec, x.partial | set(entry.axes), kind)
 
 
 def contraction_blocks(ctx: Context, x: Rel, d: int, axes: tuple[str, ...]) -> np.ndarray:

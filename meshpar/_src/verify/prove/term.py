@@ -97,7 +97,7 @@ class Terms:
         x = np.asarray(value)
         if is_float(dtype):
             x = x.astype(np.dtype(dtype)).astype(np.float64)
-        elif str(dtype).startswith("int"):
+        elif "int" in str(dtype):
             x = x.astype(np.dtype(dtype))
         number = x.item()
         return self.make("literal", repr(number), (), (1,) * rank, dtype)
@@ -188,7 +188,7 @@ class Terms:
             return x.args[0] if wide else self.make("convert", None, (x,), x.shape, dtype)  # wider numbers and back
         if x.op == "convert" and x.args[0].dtype == dtype == "bool":  # the numbers 0 and 1, and back
             return x.args[0]
-        if number is not None and (is_float(dtype) or (dtype.startswith("int") and not is_float(x.dtype))):
+        if number is not None and (is_float(dtype) or ("int" in dtype and not is_float(x.dtype))):  # integers wrap
             return self.literal(number, dtype, len(x.shape))
         return self.make("convert", None, (x,), x.shape, dtype)
 

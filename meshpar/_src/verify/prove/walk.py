@@ -14,9 +14,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
 from . import loops
 from .claims import Claims, differences
-from .fragments import OF_FRAGMENTS
+from .fragments import OF_FRAGMENTS, of_one_device
 from .laws import act, axes_text, not_partial, partial_of
-from .lemmas import LOCAL_FORM, family_of, lemma_of
+from .lemmas import LOCAL_FORM, family_of, lemma_of, opaque
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
 from .relation import Cause, Context, Fragments, Known, Rel, Spec, Unverified, mapped, require
@@ -72,7 +72,7 @@ class Walk:
 
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
-        name, fn = eqn.primitive.name, lemma_of(eqn)
+        name, fn = eqn.primitive.name, lemma_of(eqn, self.ctx.sizes)
         known, unknown = [r for r in rels if isinstance(r, Rel)], next((r for r in rels if isinstance(r, Cause)), None)
         try:
             if fn is None and name in self.bodies:
@@ -83,11 +83,11 @@ class Walk:
             if unknown is not None:
                 self.unreached += self.counting and not self.ctx.written
                 return [unknown] * len(eqn.outvars)
-            if fn is None:
-                raise Unverified("no lemma")
+            fn = fn or opaque
             moves = name == "bitcast_convert_type" or (len(rels) == 1 and family_of(fn) == "shape")  # also -0.0
-            takes_fragments = name in OF_FRAGMENTS or family_of(fn) == "elementwise"
-            require(takes_fragments or not any(r.fragmented for r in known), "no lemma for fragments")
+            if name not in OF_FRAGMENTS and family_of(fn) != "elementwise":
+                known = [of_one_device(self.ctx, r) for r in known]
+                require(not any(r.fragmented for r in known), "no lemma for fragments")
             out = fn(self.ctx, eqn, known if moves else list(map(as_sum, known)))
             for r, var in zip(out, eqn.outvars, strict=True):
                 self.check(r, aval_of(var))

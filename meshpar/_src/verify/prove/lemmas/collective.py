@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ....compat.jax import aval_of
 from ..fragments import gather_fragments, in_mesh_order, permute_fragments
 from ..laws import axes_text
 from ..relation import Context, Fragments, Rel, out_dtype, out_shape, require
+from .reduce import reduced_along
 from .table import lemma
 
 
@@ -28,7 +30,11 @@ def axes_of(eqn: JaxprEqn, ctx: Context) -> tuple[str, ...]:
 @lemma("psum", "psum_invariant", "pmax", "pmin")
 def all_reduce(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The sum of a partial sum, the maximum of a partial maximum; of a value that n devices have alike, n times the value, or the
-    value itself."""
+    value itself. Over positions, which ``vmap`` makes of a named axis, it is a reduction along dims."""
+    if all(isinstance(a, int) for a in eqn.params["axes"]):
+        along = "reduce_" + eqn.primitive.name[1:4]
+        avals = [aval_of(v) for v in eqn.outvars]
+        return [reduced_along(ctx, x, eqn.params["axes"], along, a) for x, a in zip(rels, avals, strict=True)]
     axes, kind = axes_of(eqn, ctx), {"pmax": "max", "pmin": "min"}.get(eqn.primitive.name, "sum")
     return [reduced(ctx, x, frozenset(axes), kind) for x in rels]
 

@@ -107,22 +107,26 @@ def select(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, "a choice"))
     not_partial(rels[:1], "a condition")
-    if len(rels) == 3 and any(r.fragmented for r in rels[1:]):
-        return [outside(ctx, *rels)]
+    masked = outside(ctx, *rels) if len(rels) == 3 else None
+    if masked is not None:
+        return [masked]
+    require(not any(r.fragmented for r in rels), "a choice of fragments")
     return applied(ctx, eqn, rels, partial_of(rels[1:], "a choice"))
 
 
-def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
-    """where(mask, x, number), of fragments x, whose mask leaves out all elements outside of the array."""
-    x, other, wanted = (yes, no, True) if yes.fragmented else (no, yes, False)
-    dims, value, at = x.fragmented, fill_of(other), leaves(mask.term)
-    if len(dims) != 1 or value is None or len(at) > 1:
-        raise Unverified("a choice of fragments")
-    (d,), axes = dims, axes_of(ctx, mask.term)
-    along = all(n == 1 or k == d for k, n in enumerate(mask.term.shape)) and not mask.sharded
-    require(along and all(t.op == "iota" and t.shape[d] != 1 for t in at), "a choice of fragments by a mask of data")
-    (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
-    return mask_fragments(ctx, x, d, keep == wanted, axes, value)
+def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
+    """where(mask, x, number), of blocks or fragments x, by a mask of the device and of the position; None: it is another choice."""
+    for x, other, wanted in ((yes, no, True), (no, yes, False)):
+        dims = x.fragmented or [d for d, s in enumerate(x.spec) if mask.term.axes.intersection(s)]
+        value, at = fill_of(other), leaves(mask.term)
+        if len(dims) != 1 or value is None or len(at) > 1 or mask.sharded:
+            continue
+        (d,), axes = dims, axes_of(ctx, mask.term)
+        along = all(n == 1 or k == d for k, n in enumerate(mask.term.shape))
+        if along and all(t.op == "iota" and t.shape[d] != 1 for t in at):
+            (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
+            return mask_fragments(ctx, x, d, keep == wanted, axes, value)
+    return None
 
 
 @elementwise("mul", "times_power_of_two")

@@ -37,6 +37,9 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
             at, axes = starts_of(ctx, start, x.shape[d] - n)
             require(not set(axes) & x.partial, "fragments, over axes along which the value is partial", refused=True)
             x = take_positions(ctx, x, d, at[:, None] + np.arange(n), axes)
+        elif x.spec[d] and start.term.axes and n == 1 and not x.fragmented:  # of the block of the device
+            own, sizes = (x.spec[d], x.shape[d], d), [1 if k == d else m for k, m in enumerate(x.term.shape)]
+            x = x.of(ctx.terms.make("slice_block", own, (x.term, start.term), sizes, x.term.dtype), shape, x.spec)
         else:
             aval = aval_of(eqn.outvars[0]).update(shape=shape)
             ins, partial = [range(len(shape)), ()], x if x.partial else None

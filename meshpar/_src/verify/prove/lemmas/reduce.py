@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from ....compat.jax import aval_of
 from ..laws import act, not_partial, partial_of
 from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
 from ..term import frozen
@@ -27,9 +29,13 @@ KINDS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_
 def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Σ over a sharded dim is the sum over devices of the sums of their blocks: partial over its axes. Along a dim where x is
     constant, Σ is n x."""
-    (x,), axes, name = rels, [int(a) for a in eqn.params["axes"]], eqn.primitive.name
+    return [reduced_along(ctx, rels[0], eqn.params["axes"], eqn.primitive.name, aval_of(eqn.outvars[0]))]
+
+
+def reduced_along(ctx: Context, x: Rel, axes: Sequence[int], name: str, aval: Any) -> Rel:
+    """A reduction along dims, whose result has a shape and a dtype."""
     kind, term, over = KINDS[name], x.term, frozenset(a for d in axes for a in x.spec[d])
-    if name in ("reduce_or", "reduce_and") and out_dtype(eqn) != "bool":
+    if name in ("reduce_or", "reduce_and") and str(aval.dtype) != "bool":
         kind = name.removeprefix("reduce_")  # of the bits of integers, which no extremum reduces
     require(not x.partial or x.kind == kind, f"{name} of a partial {x.kind}", refused=True)
     require(kind == "sum" or not x.partial & over, "a reduction over its own partial axes", refused=True)
@@ -41,9 +47,9 @@ def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if kind == "sum":
         term = ctx.terms.scale(term, Fraction(math.prod(x.shape[d] for d in axes if d not in varying)))
     keep = [d for d in range(len(x.shape)) if d not in axes]
-    term = ctx.terms.convert(ctx.terms.reshape(term, [term.shape[d] for d in keep]), out_dtype(eqn))
+    term = ctx.terms.convert(ctx.terms.reshape(term, [term.shape[d] for d in keep]), aval.dtype)
     partial = x.partial | over
-    return [Rel(term, out_shape(eqn), tuple(x.spec[d] for d in keep), partial, kind if partial else "sum")]
+    return Rel(term, tuple(aval.shape), tuple(x.spec[d] for d in keep), partial, kind if partial else "sum")
 
 
 @lemma(

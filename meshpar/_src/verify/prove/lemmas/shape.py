@@ -199,7 +199,8 @@ def pad(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @lemma("rev")
 def rev(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The elements of dims that are not sharded in the opposite order; a constant is the same in every order."""
+    """The elements of dims in the opposite order; a constant is the same in every order."""
     (x,) = rels
-    dims = tuple(sorted(d for d in eqn.params["dimensions"] if x.term.shape[d] != 1))
-    return act(ctx, eqn, rels, unsharded=dims, params=dims, partial=x) if dims else [x]
+    for d in sorted(d for d in eqn.params["dimensions"] if x.term.shape[d] != 1):
+        x = taken(ctx, x, d, np.arange(x.shape[d])[::-1])
+    return [x]
