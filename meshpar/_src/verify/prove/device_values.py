@@ -127,9 +127,9 @@ def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) 
 
 def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:
     """The relation of an elementwise result to a value that does not depend on coordinates, or a simpler one by a law."""
-    for law in (global_iota, masked, index_in_range):
+    for law in (global_iota, masked, index_in_range, folded):
         try:
-            found = law(ctx, rel, operands) if rel.term.axes or law is index_in_range else None
+            found = law(ctx, rel, operands) if rel.term.axes or law in (index_in_range, folded) else None
         except Unverified:
             continue
         if found is not None:
@@ -165,6 +165,16 @@ def index_in_range(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | Non
     n = at.params[1] if at.op == "arg_block" else at.args[0].shape[at.params[0]]
     found, index = evaluate(ctx, (), [rel.term, own.term], at, np.arange(n))
     return own if (found == index).all() and rel.term.shape == own.term.shape else None
+
+
+def folded(ctx: Context, rel: Rel, _: Sequence[Rel]) -> Rel | None:
+    """An op of integers that are constant arrays is a constant array."""
+    function, args = function_of(rel.term), rel.term.args
+    constants = [constant(t) if t.op == "array" else number_of(t) for t in args]
+    if function is None or all(t.op != "array" for t in args) or any(c is None for c in constants):
+        return None
+    found = np.asarray(function(*(np.asarray(c, t.dtype) for c, t in zip(constants, args, strict=True))))
+    return replace(rel, term=ctx.terms.array(np.broadcast_to(found, rel.term.shape).astype(rel.term.dtype)))
 
 
 def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
@@ -237,10 +247,16 @@ def element_of_block(ctx: Context, mask: Term, x: Rel) -> Rel | None:
         axes, local = spec[d], ctx.terms.literal(0, "int32")
     if mask.axes != set(axes) or math.prod(mask.shape) != 1:
         return None
-    sizes = [1 if k == d else m for k, m in enumerate(term.shape)]
+
+    def put(x: Term, index: Term) -> Term:
+        """The slice of one dim before the slices of later ones."""
+        sizes = [1 if k == d else m for k, m in enumerate(x.shape)]
+        if x.op == "dynamic_slice" and x.params > d:
+            return ctx.terms.make(x.op, x.params, (put(x.args[0], index), x.args[1]), sizes, x.dtype)
+        return ctx.terms.make("dynamic_slice", d, (x, index), sizes, x.dtype)
 
     def made(index: Term, _: str) -> Term:
-        return ctx.terms.make("dynamic_slice", d, (table, index), sizes, term.dtype)
+        return put(table, index)
 
     row = owned(ctx, Rows(axes, n, local, ctx.terms.reshape(mask, ())), ["CLIP"], made)
     return None if row is None else Rel(row, x.shape, tuple(() if k == d else s for k, s in enumerate(spec)))

@@ -7,21 +7,23 @@ evaluated, not matched. One that is that of a block is replaced by the axes of t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
-from .device_values import order_of, orders
+from .device_values import axes_of, evaluate, leaves, order_of, orders
 from .relation import Context, Fill, Fragments, Rel, Unverified, require
+from .term import Term
 
 ALL = -1
 """The bits of an element that is complete."""
 MAX_BITS = 62
 OF_FRAGMENTS = frozenset(
-    "slice split rev gather dynamic_slice dynamic_update_slice concatenate pad transpose ppermute all_gather dot_general "
-    "conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split()
+    "slice split rev reduce_sum reduce_max reduce_min gather dynamic_slice dynamic_update_slice concatenate pad transpose "
+    "ppermute all_gather dot_general conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split()
 )
 """Primitives whose lemmas take operands in fragments, besides elementwise ops."""
 ZEROS = ("0.0", "-0.0", "0", "False")
@@ -89,10 +91,8 @@ def with_table(
     if padded and fill is None and origin is None:  # a window of a padded array
         inner, value = x.term.args
         if [k for k, _ in x.term.params] == [d] and value.op == "literal" and inner.shape[d] > 1:
-            low, _, gap = x.term.params[0][1]
-            index, rest = np.divmod(table[..., 0] - low, gap + 1)
-            inside = (index >= 0) & (index < inner.shape[d]) & (rest == 0)
-            table = np.where(inside[..., None], np.stack([index, table[..., 1]], -1), -1)
+            index = positions(x.term, table[..., 0])
+            table = np.where(index[..., None] >= 0, np.stack([index, table[..., 1]], -1), -1)
             return with_table(ctx, replace(x, term=inner), d, axes, table, (value.op, value.params))
     require(not x.partial or fill is None or fill[1] in (None, *ZEROS), "a partial value, and a number")
     if origin is not None:
@@ -103,10 +103,15 @@ def with_table(
     if (index < 0).all() and fill is not None and n:
         return ctx.replicated(ctx.terms.make(*fill, (), (1,) * len(shape), term.dtype), shape)
     order = None
+    for padded in known_pads(ctx, term, fill, d) if fill is not None and origin is None else ():
+        inner = positions(padded, np.arange(padded.shape[d]))
+        for some in orders(axes):
+            if n * ctx.size(some) == len(inner) and (inner.reshape(-1, n)[ctx.index(some, axes)] == index).all():
+                return replace(x.placed({d: some}), term=padded, shape=shape)
     if (index >= 0).all():
         fill = None
         consecutive = origin is None and n > 0 and (np.diff(index, axis=1) == 1).all()
-        if consecutive and (index == index[:1]).all():
+        if origin is None and n > 0 and (index == index[:1]).all():
             order = ()
             term = ctx.terms.take(term, d, index[0])
         elif consecutive:
@@ -123,6 +128,21 @@ def with_table(
     data = np.ascontiguousarray(table, np.int64).tobytes()
     spec = Fragments(axes, data, len(table), fill, origin) if order is None else order
     return replace(x, term=term, shape=shape, spec=(*x.spec[:d], cast(Any, spec), *x.spec[d + 1 :]))
+
+
+def positions(padded: Term, at: np.ndarray) -> np.ndarray:
+    """The elements of the operand of a ``pad`` along one dim at positions of its result; -1 where it has the number."""
+    ((d, (low, _, gap)),) = padded.params
+    index, rest = np.divmod(at - low, gap + 1)
+    return np.where((index >= 0) & (index < padded.args[0].shape[d]) & (rest == 0), index, -1)
+
+
+def known_pads(ctx: Context, term: Term, fill: Fill, d: int) -> Iterator[Term]:
+    """The arrays of the function as written that are a term, padded along one dim with a number."""
+    value = ctx.terms.make(*fill, (), (), term.dtype)
+    for padded in ctx.terms.uses.get(("pad", term.number, value.number), ()):
+        if ctx.terms.is_known(padded) and [k for k, _ in padded.params] == [d]:
+            yield padded
 
 
 def take_positions(ctx: Context, x: Rel, d: int, at: np.ndarray, axes: Sequence[str] = ()) -> Rel:
@@ -185,6 +205,23 @@ def permute_fragments(ctx: Context, x: Rel, axes: Sequence[str], sources: np.nda
     table[source < 0] = -1
     zero = fill_of(ctx.replicated(ctx.terms.literal(0, x.term.dtype), ())) if (source < 0).any() else None
     return with_table(ctx, x, d, every, table, *common_fill(zero, d, x))
+
+
+def of_chosen_device(ctx: Context, mask: Term, x: Rel, wanted: bool) -> Rel | None:
+    """Blocks or fragments along several dims on the one device where a mask is ``wanted``, as a value that is partial over all
+    devices; None: the mask is another one."""
+    axes, dims = axes_of(ctx, mask), [d for d, s in enumerate(x.spec) if mask.axes.intersection(s)]
+    if len(dims) < 2 or x.term.axes or x.incomplete or math.prod(mask.shape) != 1 or leaves(mask):
+        return None
+    (chosen,) = np.nonzero((evaluate(ctx, axes, [mask])[0] == wanted)[:, 0])
+    if len(chosen) != 1 or not all(mask.axes.issuperset(x.spec[d]) for d in dims):
+        return None
+    term = x.term
+    for d in dims:
+        (index,) = element_table(ctx, x, d, axes)[chosen, :, 0]
+        require(bool((index >= 0).all()), "a choice of elements outside of the array")
+        term = ctx.terms.take(term, d, index)
+    return Rel(term, x.shape, x.placed(dict.fromkeys(dims, ())).spec, mask.axes)
 
 
 def of_one_device(ctx: Context, x: Rel) -> Rel:

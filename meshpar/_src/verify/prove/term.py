@@ -88,6 +88,21 @@ class Terms:
             self.uses.setdefault((op, *key[2]), []).append(found)
         return self.equal.get(found.number, found)
 
+    def pointwise(
+        self, op: str, params: Hashable, args: Sequence[Term], shape: Sequence[int], dtype: Any, sort: bool = False
+    ) -> Term:
+        """The term of an op by element. One of equal slices is the slice of one."""
+        found = next((t for t in args if t.op in ("slice", "take")), None)
+        if found is not None:
+            d, table = found.params[0], table_of(found)
+            size = found.args[0].shape[d]
+            moved = [(t.op, t.params) == (found.op, found.params) and t.args[0].shape[d] == size for t in args]
+            if all(m or t.shape[d] == 1 for m, t in zip(moved, args, strict=True)):
+                inner = [t.args[0] if m else t for m, t in zip(moved, args, strict=True)]
+                sizes = [size if k == d else n for k, n in enumerate(shape)]
+                return self.take(self.pointwise(op, params, inner, sizes, dtype, sort), d, table)
+        return self.make(op, params, args, shape, dtype, sort)
+
     def is_known(self, term: Term) -> bool:
         """Whether the function as it was written has this value: the better of several relations that all hold."""
         return term.number in self.known
@@ -138,6 +153,16 @@ class Terms:
         table = table.astype(np.int64)
         if x.op in ("slice", "take") and x.params[0] == dim:
             x, table = x.args[0], table_of(x)[table]
+        if x.op in ("slice", "take") and x.params[0] > dim:  # those of smaller dims first
+            return self.take(self.take(x.args[0], dim, table), x.params[0], table_of(x))
+        if x.op == "transpose":
+            return self.transpose(self.take(x.args[0], x.params[dim], table), x.params)
+        if x.op == "reshape":  # of another dim
+            (inner,), before = x.args, math.prod(x.shape[:dim])
+            for k, m in enumerate(inner.shape):
+                if m == x.shape[dim] != 1 and math.prod(inner.shape[:k]) == before:
+                    shape = (*x.shape[:dim], len(table), *x.shape[dim + 1 :])
+                    return self.reshape(self.take(inner, k, table), shape)
         n, steps = len(table), np.unique(np.diff(table))
         if n == x.shape[dim] and (table == np.arange(n)).all():
             return x
@@ -165,11 +190,11 @@ class Terms:
             value = Fraction(number) * by
             if abs(value) < 1 << 1023:
                 return self.literal(float(value), x.dtype, len(x.shape))
-        return x if number == 0 else self.make("scale", by, (x,), x.shape, x.dtype)
+        return x if number == 0 else self.pointwise("scale", by, (x,), x.shape, x.dtype)
 
     def add(self, x: Term, y: Term) -> Term:
         """The sum of terms of one rank."""
-        return self.make("add", (), (x, y), np.broadcast_shapes(x.shape, y.shape), x.dtype, sort=True)
+        return self.pointwise("add", (), (x, y), np.broadcast_shapes(x.shape, y.shape), x.dtype, sort=True)
 
     def expand(self, x: Term, dim: int, size: int) -> Term:
         """``x``, constant along ``dim``, with ``size`` elements there."""
@@ -185,12 +210,14 @@ class Terms:
             return x
         if x.op == "convert" and x.args[0].dtype == dtype and x.dtype in ("float32", "float64") and is_float(dtype):
             wide = x.dtype == "float64" or dtype != "float64"
-            return x.args[0] if wide else self.make("convert", None, (x,), x.shape, dtype)  # wider numbers and back
+            return (
+                x.args[0] if wide else self.pointwise("convert", None, (x,), x.shape, dtype)
+            )  # wider numbers and back
         if x.op == "convert" and x.args[0].dtype == dtype == "bool":  # the numbers 0 and 1, and back
             return x.args[0]
         if number is not None and (is_float(dtype) or ("int" in dtype and not is_float(x.dtype))):  # integers wrap
             return self.literal(number, dtype, len(x.shape))
-        return self.make("convert", None, (x,), x.shape, dtype)
+        return self.pointwise("convert", None, (x,), x.shape, dtype)
 
 
 def constant(term: Term) -> np.ndarray:

@@ -16,7 +16,7 @@ from . import loops
 from .claims import Claims, differences
 from .fragments import OF_FRAGMENTS, of_one_device
 from .laws import act, axes_text, not_partial, partial_of
-from .lemmas import LOCAL_FORM, family_of, lemma_of, opaque
+from .lemmas import LOCAL_FORM, family_of, lemma_of, of_full_arrays
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
 from .relation import Cause, Context, Fragments, Known, Rel, Spec, Unverified, mapped, require
@@ -83,7 +83,7 @@ class Walk:
             if unknown is not None:
                 self.unreached += self.counting and not self.ctx.written
                 return [unknown] * len(eqn.outvars)
-            fn = fn or opaque
+            fn = fn or of_full_arrays
             moves = name == "bitcast_convert_type" or (len(rels) == 1 and family_of(fn) == "shape")  # also -0.0
             if name not in OF_FRAGMENTS and family_of(fn) != "elementwise":
                 known = [of_one_device(self.ctx, r) for r in known]

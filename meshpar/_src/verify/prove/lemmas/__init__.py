@@ -19,5 +19,5 @@ raises :class:`Unverified` where its law does not apply. An op without a lemma i
 """
 
 from . import bits, collective, contract, elementwise, index, kernel, opaque, random, reduce, shape
-from .opaque import opaque
+from .opaque import of_full_arrays
 from .table import LOCAL_FORM, family_of, lemma_of

@@ -11,10 +11,17 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..device_values import axes_of, evaluate, leaves, resolved
-from ..fragments import add_incomplete_sums, fill_of, mask_fragments, require_zeros_outside
+from ..fragments import (
+    add_incomplete_sums,
+    fill_of,
+    known_pads,
+    mask_fragments,
+    of_chosen_device,
+    require_zeros_outside,
+)
 from ..laws import act, not_partial, one_partial, partial_of
-from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
-from ..term import Term, frozen, is_float, is_zero
+from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..term import Term, constant, frozen, is_float, is_zero
 from .table import Lemma, lemma
 
 POINTWISE = (
@@ -56,7 +63,7 @@ def applied(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], partial: Rel | Non
     """The result of an elementwise op, partial as ``partial`` is."""
     op = {"add_any": "add"}.get(eqn.primitive.name, eqn.primitive.name)
     params = frozen({k: v for k, v in eqn.params.items() if k not in DROPPED and v is not None})
-    out = act(ctx, eqn, rels, params=params, partial=partial, op=op, commutes=op in COMMUTATIVE)
+    out = act(ctx, eqn, rels, params=params, partial=partial, op=op, commutes=op in COMMUTATIVE, by_element=True)
     return [resolved(ctx, r, rels) for r in out]
 
 
@@ -67,6 +74,8 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     Values f(x) of a partial maximum x have the kind ``max*``: :mod:`lemmas.bits` has those that are reduced.
     """
     name, x, y = eqn.primitive.name, rels[0], rels[-1]
+    if name == "clamp" and x.number == y.number is not None and not is_float(x.term.dtype):  # to one number
+        return [replace(x, shape=out_shape(eqn))]
     index = rels[1].term if name == "clamp" else x.term
     if index.op == "convert" and index.args[0].dtype == "bool" and (x.number, y.number) == (0, 1) and name == "clamp":
         return [rels[1]]  # the branch of a condition
@@ -117,15 +126,27 @@ def select(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
     """where(mask, x, number), of blocks or fragments x, by a mask of the device and of the position; None: it is another choice."""
     for x, other, wanted in ((yes, no, True), (no, yes, False)):
-        dims = x.fragmented or [d for d, s in enumerate(x.spec) if mask.term.axes.intersection(s)]
+        one = of_chosen_device(ctx, mask.term, x, wanted) if is_zero(other.term) and not x.partial else None
+        if one is not None:
+            return replace(one, kind="one" if other.term.params == "-0.0" else "sum")
         value, at = fill_of(other), leaves(mask.term)
-        if len(dims) != 1 or value is None or len(at) > 1 or mask.sharded:
+        if value is None or len(at) > 1:
             continue
-        (d,), axes = dims, axes_of(ctx, mask.term)
-        along = all(n == 1 or k == d for k, n in enumerate(mask.term.shape))
-        if along and all(t.op == "iota" and t.shape[d] != 1 for t in at):
-            (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
-            return mask_fragments(ctx, x, d, keep == wanted, axes, value)
+        own = x.fragmented or [d for d, s in enumerate(x.spec) if mask.term.axes.intersection(s)]
+        padded = [d for d in range(len(x.shape)) if mask.term.axes and next(known_pads(ctx, x.term, value, d), None)]
+        for d in own or padded:
+            if len(own) > 1 or any(n != 1 and k != d for k, n in enumerate(mask.term.shape)):
+                continue
+            if mask.term.op == "array" and x.fragmented:  # each device has its block of it
+                axes, keep = mask.spec[d], constant(mask.term).reshape(-1, x.shape[d])
+            elif not mask.sharded and all(t.op == "iota" and t.shape[d] != 1 for t in at):
+                axes = axes_of(ctx, mask.term)
+                (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
+            else:
+                continue
+            found = mask_fragments(ctx, x, d, keep == wanted, axes, value)
+            if own or not found.fragmented:
+                return found
     return None
 
 

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from ....compat.jax import aval_of
-from ..device_values import Rows, axes_of, evaluate, leaves, owned
+from ..device_values import INTEGERS, Rows, axes_of, evaluate, leaves, owned
 from ..fragments import take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
@@ -165,13 +165,15 @@ def rows_at(ctx: Context, eqn: JaxprEqn, x: Rel, index: Rel) -> Rel | None:
     inside = bool(((at >= 0) & (at < x.shape[d])).all())
     if not rows or not inside or x.term.shape[d] == 1 or out_shape(eqn) != x.resized(d, at.shape[1]):
         return None
-    return take_positions(ctx, x, d, at, index.spec[0]) if index.spec[0] or x.spec[d] else None
+    return take_positions(ctx, x, d, at, index.spec[0])
 
 
 def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], out: Sequence[Any]) -> Rel | None:
     """x[argmax(x)], along one dim, is the extremum of a block; the index of the first block with the largest one, and in it of the
     first largest element, is argmax(x)."""
-    terms, at = ctx.terms, index.term.args[0] if index.term.op == "reshape" else index.term
+    terms, at = ctx.terms, index.term
+    while at.op == "reshape" or (at.op == "convert" and "8" not in at.dtype and at.args[0].dtype in INTEGERS):
+        (at,) = at.args
     along = [k for k, pair in enumerate(itertools.zip_longest(labels, out)) if pair[0] != pair[1]]
     if len(along) != 1 or len(out) != len(labels):
         return None

@@ -15,11 +15,12 @@ NOT_FUNCTIONS = frozenset("rng_uniform infeed outfeed shard_map xla_pmap".split(
 """Ops whose results are no function of their operands."""
 
 
-def opaque(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+def of_full_arrays(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """f(x) of full arrays, by any op whose results are a function of its operands and params, the same on every device."""
     name, params = eqn.primitive.name, frozen(dict(eqn.params))
     axes = ctx.sizes.keys() & set(_texts(params))
-    require(not eqn.effects and name not in NOT_FUNCTIONS and not axes, f"no lemma, for an op with effects or over {axes_text(axes)}")
+    function = not eqn.effects and name not in NOT_FUNCTIONS and not axes
+    require(function, f"no lemma, of an op with effects or over {axes_text(axes)}")
     sharded = {a for r in rels for a in r.sharded}
     require(not sharded, f"no lemma for operands that are sharded over {axes_text(sharded)}")
     not_partial(rels, name)
