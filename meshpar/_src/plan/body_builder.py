@@ -40,5 +40,5 @@ class BodyBuilder:
         for group in self.groups:
             group.clear()
         placed = topological_order([*self.deferred, *steps], outputs, set(self.deferred).__contains__)
-        needed = without_superseded(placed, outputs)
+        needed = without_superseded(placed, set(outputs), set()) if outputs else placed  # none of a call
         return Body(self.frame, tuple(inputs), needed, tuple(outputs), self.frame.trip_count)

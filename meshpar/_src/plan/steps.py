@@ -540,16 +540,20 @@ def topological_order(
     return tuple(placed)
 
 
-def without_superseded(steps: Sequence[Step], outputs: Iterable[Shard | None]) -> tuple[Step, ...]:
-    """Steps in order, without ops that a later step recomputes for all their readers, and without the copies that only these
-    read.
+def without_superseded(steps: Sequence[Step], read: set[Shard | None], runs: set[Op]) -> tuple[Step, ...]:
+    """Steps in order, without ops that a later step recomputes for all their readers, and without reshardings that nobody reads.
 
     Args:
-      outputs: shards that are read after all steps.
+      read: shards that are read after the steps; those that the steps read are added.
+      runs: ops that run after the steps; those that the steps run are added.
     """
-    read, runs, needed = set(outputs), set[Op](), list[Step]()
+    needed: list[Step] = []
     for step in reversed(steps):
-        superseded = is_deferred(step) or (isinstance(step, Run) and step.op in runs)
+        if isinstance(step, Call):  # later steps read the shards of its body
+            inner = without_superseded(step.body.steps, read, runs)
+            needed.append(with_bodies(step, (step.body.with_steps(inner),)))
+            continue
+        superseded = is_deferred(step) or isinstance(step, Reshard) or (isinstance(step, Run) and step.op in runs)
         if superseded and read.isdisjoint(step.makes):
             continue
         if isinstance(step, Run):

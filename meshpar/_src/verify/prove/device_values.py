@@ -221,6 +221,15 @@ class Rows:
     mask: Term | None = None
 
 
+def constant_rows(index: Term, numbers: Any, rank: int) -> np.ndarray | None:
+    """The rows along one dim that a gather at a constant index reads; None: it is another gather."""
+    if index.op != "array" or len(index.shape) != 2 or len(numbers.start_index_map) != 1:
+        return None
+    (d,), others = numbers.start_index_map, tuple(k for k in range(rank) if k not in numbers.start_index_map)
+    rows = (numbers.collapsed_slice_dims, numbers.offset_dims, numbers.operand_batching_dims) == ((d,), others, ())
+    return constant(index).astype(np.int64).ravel() if rows else None
+
+
 def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
     """The rows of a sharded table, where each device masks those that it reads of its block."""
     (axes, n, params, batch), (table, local) = block.params, block.args
@@ -229,6 +238,10 @@ def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
         return None
 
     def made(index: Term, _: str) -> Term:
+        numbers = dict(params)["numbers"]
+        at = constant_rows(index, numbers, len(table.shape))
+        if at is not None and ((at >= 0) & (at < table.shape[numbers.start_index_map[0]])).all():
+            return ctx.terms.take(table, numbers.start_index_map[0], at)
         return ctx.terms.make("gather", params, (table, index), block.shape, block.dtype)
 
     return owned(ctx, Rows(axes, n, local, mask), [str(dict(params)["mode"])], made)

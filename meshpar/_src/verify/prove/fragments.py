@@ -7,6 +7,7 @@ evaluated, not matched. One that is that of a block is replaced by the axes of t
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +24,8 @@ ALL = -1
 MAX_BITS = 62
 OF_FRAGMENTS = frozenset(
     "slice split rev reduce_sum reduce_max reduce_min gather dynamic_slice dynamic_update_slice concatenate pad transpose "
-    "ppermute all_gather dot_general conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split()
+    "ppermute all_gather all_to_all dot_general conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum "
+    "select_and_scatter_add".split()
 )
 """Primitives whose lemmas take operands in fragments, besides elementwise ops."""
 ZEROS = ("0.0", "-0.0", "0", "False")
@@ -116,18 +118,31 @@ def with_table(
             term = ctx.terms.take(term, d, index[0])
         elif consecutive:
             order = block
-        if order is None and origin is None:
-            for some in orders(axes):  # a block of the elements in another order, which the function as written has
-                block, every = ctx.index(some, axes), np.zeros((ctx.size(some), n), np.int64)
-                every[block] = index
-                wanted = ctx.terms.take(term, d, every.ravel())
-                if (every[block] == index).all() and ctx.terms.is_known(wanted):
-                    term, order = wanted, some
-                    break
     require(order is not None or total != 1, "fragments of one element")  # which would be a constant
     data = np.ascontiguousarray(table, np.int64).tobytes()
     spec = Fragments(axes, data, len(table), fill, origin) if order is None else order
-    return replace(x, term=term, shape=shape, spec=(*x.spec[:d], cast(Any, spec), *x.spec[d + 1 :]))
+    return reordered(ctx, replace(x, term=term, shape=shape, spec=(*x.spec[:d], cast(Any, spec), *x.spec[d + 1 :])))
+
+
+def reordered(ctx: Context, x: Rel) -> Rel:
+    """Fragments as blocks of the elements in another order, if the function as written has this array; else ``x``."""
+    dims, choices = x.fragmented, []
+    for d in dims:
+        entry, choice = cast(Fragments, x.spec[d]), []
+        index = entry.array[..., 0]
+        for some in orders(entry.axes) if entry.complete else ():
+            block, every = ctx.index(some, entry.axes), np.zeros((ctx.size(some), x.shape[d]), np.int64)
+            every[block] = index
+            if (every[block] == index).all():
+                choice.append((some, every.ravel()))
+        choices.append(choice)
+    for found in itertools.product(*choices) if dims else ():
+        term = x.term
+        for d, (_, at) in zip(dims, found, strict=True):
+            term = ctx.terms.take(term, d, at)
+        if ctx.terms.is_known(term):
+            return replace(x.placed({d: some for d, (some, _) in zip(dims, found, strict=True)}), term=term)
+    return x
 
 
 def positions(padded: Term, at: np.ndarray) -> np.ndarray:
@@ -188,7 +203,8 @@ def mask_fragments(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple[s
     """``x`` where the mask ``keep[devices along axes, elements]`` is true, else a number, as all elements outside of the array."""
     every = in_mesh_order(ctx, axes, x.spec[d])
     table, keep = element_table(ctx, x, d, every), keep[ctx.index(axes, every)]
-    inside = common_fill(None, d, x)[1] is None and not (keep & (table[..., 0] < 0)).any()
+    fill, origin = common_fill(None, d, x)
+    inside = origin is None and (fill == value or not (keep & (table[..., 0] < 0)).any())
     require(inside, "a choice of elements outside of the array, or of incomplete sums")
     return with_table(ctx, x, d, every, np.where(keep[..., None], table, -1), value)
 
@@ -196,15 +212,16 @@ def mask_fragments(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple[s
 def permute_fragments(ctx: Context, x: Rel, axes: Sequence[str], sources: np.ndarray) -> Rel:
     """Each device along axes gets the elements of another one, or zeros (source -1)."""
     dims = [k for k, s in enumerate(x.spec) if set(s) & set(axes)]
-    require(len(dims) == 1, "a permutation of a value without one dim that is sharded")
-    (d,) = dims
-    every = in_mesh_order(ctx, axes, x.spec[d])
-    source = sources[ctx.index(axes, every)]
-    come = {a: c[source] for a, c in ctx.coordinates(axes).items()}
-    table = element_table(ctx, x, d, every)[ctx.index(every, every, come)]
-    table[source < 0] = -1
-    zero = fill_of(ctx.replicated(ctx.terms.literal(0, x.term.dtype), ())) if (source < 0).any() else None
-    return with_table(ctx, x, d, every, table, *common_fill(zero, d, x))
+    require(bool(dims), "a permutation of a value that is not sharded")
+    for d in dims:
+        every = in_mesh_order(ctx, axes, x.spec[d])
+        source = sources[ctx.index(axes, every)]
+        come = {a: c[source] for a, c in ctx.coordinates(axes).items()}
+        table = element_table(ctx, x, d, every)[ctx.index(every, every, come)]
+        table[source < 0] = -1
+        zero = fill_of(ctx.replicated(ctx.terms.literal(0, x.term.dtype), ())) if (source < 0).any() else None
+        x = with_table(ctx, x, d, every, table, *common_fill(zero, d, x))
+    return x
 
 
 def of_chosen_device(ctx: Context, mask: Term, x: Rel, wanted: bool) -> Rel | None:

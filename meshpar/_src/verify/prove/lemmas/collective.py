@@ -80,7 +80,11 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
         return replace(x, shape=shape)
     have = x.spec[d]
     others = {a for k, s in enumerate(x.spec) if k != d for a in s} & set(axes)
-    require(not others, f"an all-gather over {axes_text(others)}, over which another dim is sharded", refused=True)
+    require(
+        not others,
+        f"an all-gather over {axes_text(others)}, over which another dim is sharded",
+        refused=not x.fragmented,
+    )
     if isinstance(have, Fragments):
         return gather_fragments(ctx, x, axes, d)
     fits = have[len(have) - len(axes) :] == axes
@@ -99,6 +103,7 @@ def reduce_scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel
 
 def blocks(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
     """Each device keeps its block of a dim."""
+    require(not isinstance(x.spec[d], Fragments), "blocks of fragments")
     differs = set(axes) & x.varying
     require(not differs, f"blocks over {axes_text(differs)}, along which the value differs", refused=True)
     spec = tuple((*s, *axes) if k == d and x.term.shape[d] != 1 else s for k, s in enumerate(x.spec))
