@@ -540,26 +540,21 @@ def topological_order(
     return tuple(placed)
 
 
-def without_superseded(steps: Sequence[Step], read: set[Shard | None], runs: set[Op]) -> tuple[Step, ...]:
-    """Steps in order, without ops that a later step recomputes for all their readers, and without reshardings that nobody reads.
+def without_unread(steps: Sequence[Step], read: set[Shard | None]) -> tuple[Step, ...]:
+    """Steps in order, without ops and changes of shardings whose results nobody reads, as an op that its readers recompute.
 
     Args:
       read: shards that are read after the steps; those that the steps read are added.
-      runs: ops that run after the steps; those that the steps run are added.
     """
     needed: list[Step] = []
     for step in reversed(steps):
         if isinstance(step, Call):  # later steps read the shards of its body
-            inner = without_superseded(step.body.steps, read, runs)
-            needed.append(with_bodies(step, (step.body.with_steps(inner),)))
+            needed.append(with_bodies(step, (step.body.with_steps(without_unread(step.body.steps, read)),)))
             continue
-        superseded = is_deferred(step) or isinstance(step, Reshard) or (isinstance(step, Run) and step.op in runs)
-        if superseded and read.isdisjoint(step.makes):
-            continue
-        if isinstance(step, Run):
-            runs.add(step.op)
-        read.update(step.reads)
-        needed.append(step)
+        pure = isinstance(step, Constant | ShardingChange) or (isinstance(step, Run) and not step.op.eqn.effects)
+        if not pure or not read.isdisjoint(step.makes):
+            read.update(step.reads)
+            needed.append(step)
     return tuple(reversed(needed))
 
 

@@ -292,7 +292,7 @@ def add_incomplete_sums(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     """The sum of two incomplete sums: over the blocks of both, if they are different blocks of one contraction; of two
     contractions, if they are the same blocks. None if none is incomplete."""
     if not x.incomplete and not y.incomplete:
-        return None
+        return union_of_fragments(ctx, x, y)
     x, y = as_own_block(ctx, x), as_own_block(ctx, y)
     d, *more = {*x.fragmented, *y.fragmented}
     require(not more, "a sum of fragments along several dims")
@@ -310,6 +310,19 @@ def add_incomplete_sums(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     both = replace(x, term=ctx.terms.add(x.term, y.term))
     origin = one[0], frozenset([(x.term.number, one[1]), (y.term.number, two[1])])
     return with_table(ctx, both, d, axes, left, None, origin)
+
+
+def union_of_fragments(ctx: Context, x: Rel, y: Rel) -> Rel | None:
+    """The sum of fragments of one array that have no element at one position, and 0 outside; None: it is another sum."""
+    if len(x.fragmented) != 1 or x.fragmented != y.fragmented or x.term is not y.term:
+        return None
+    (d,) = x.fragmented
+    entries = [cast(Fragments, r.spec[d]) for r in (x, y)]
+    axes, zeros = in_mesh_order(ctx, *entries), all(s.zero_outside and s.fill is not None for s in entries)
+    left, right = (element_table(ctx, r, d, axes) for r in (x, y))
+    if not zeros or without_dim(x, d) != without_dim(y, d) or ((left >= 0) & (right >= 0))[..., 0].any():
+        return None
+    return with_table(ctx, x, d, axes, np.where(left[..., :1] >= 0, left, right), *common_fill(None, d, x, y))
 
 
 def gather_fragments(ctx: Context, x: Rel, axes: Sequence[str], d: int) -> Rel:

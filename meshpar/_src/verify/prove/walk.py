@@ -221,9 +221,9 @@ class Walk:
     ) -> tuple[Loop, list[Known], list[Known]]:
         """(the written loop with the carries of this one, their relations, the relations of the other results)."""
         if self.ctx.written:
-            return loops.written_loop(self.ctx, key, inits, avals, body)
+            return self.known_loop(key, inits, avals, body) or loops.written_loop(self.ctx, key, inits, avals, body)
         cause = Cause(eqn.primitive.name, source_line(eqn), "a loop that the function as written does not have")
-        found: list[tuple[int, Loop, list[Known]]] = []
+        found: list[tuple[tuple[int, int], Loop, list[Known]]] = []
         for written in self.ctx.loops.get(key, ()):
             loop = loops.matched(written, inits, avals)
             if loop is not None:
@@ -231,14 +231,31 @@ class Walk:
                 terms = [r.term for r in others if isinstance(r, Rel) and r.term.op != "literal"]
                 bad = sum(isinstance(r, Cause) for r in [*guesses, *others])
                 bad += sum(not self.ctx.terms.is_known(t) for t in terms)
-                found.append((bad, loop, guesses))
-                if not bad:
+                found.append(((bad, sum(t not in loop.others for t in terms)), loop, guesses))
+                if not any(found[-1][0]):
                     break
         require(bool(found), cause.reason)
         _, loop, guesses = min(found, key=lambda f: f[0])
         causes = {g for g in guesses if isinstance(g, Cause)} if self.counting else set()
         self.failed.update(causes - set(self.failed))
         return loop, guesses, body(loop, guesses, True)[1]
+
+    def known_loop(
+        self, key: Any, inits: list[Known], avals: Sequence[Any], body: loops.Body
+    ) -> tuple[Loop, list[Known], list[Known]] | None:
+        """A loop of the function as written that is equal to an earlier one, as a recomputed one is; None: there is none."""
+        for loop in [*self.ctx.loops.get(key, ())]:
+            if [r.term for r in inits if isinstance(r, Rel)] == loop.inits and len(loop.nexts) == len(loop.carries):
+                carries: list[Known] = [
+                    self.ctx.replicated(c, a.shape) for c, a in zip(loop.carries, avals, strict=True)
+                ]
+                before = self.ctx.terms.known.copy(), {k: [*v] for k, v in self.ctx.loops.items()}
+                nexts, others = body(loop, carries, False)
+                found = [r.term for r in (*nexts, *others) if isinstance(r, Rel)]
+                if found == [*loop.nexts, *loop.others]:
+                    return loop, carries, others
+                self.ctx.terms.known, self.ctx.loops = before
+        return None
 
     def cond(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         """The results of branches, of which all devices take the same one."""

@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..device_values import axes_of, evaluate, leaves, resolved
+from ..device_values import INTEGERS, axes_of, evaluate, leaves, resolved
 from ..fragments import (
     add_incomplete_sums,
     fill_of,
@@ -21,7 +22,7 @@ from ..fragments import (
 )
 from ..laws import act, not_partial, one_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
-from ..term import Term, constant, frozen, is_float, is_zero
+from ..term import Term, constant, frozen, is_float, is_zero, number_of
 from .table import Lemma, lemma
 
 POINTWISE = (
@@ -76,6 +77,8 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     name, x, y = eqn.primitive.name, rels[0], rels[-1]
     if name == "clamp" and x.number == y.number is not None and not is_float(x.term.dtype):  # to one number
         return [replace(x, shape=out_shape(eqn))]
+    if name == "clamp" and in_limits(rels[1].term, x.number, y.number):
+        return [rels[1]]
     index = rels[1].term if name == "clamp" else x.term
     if index.op == "convert" and index.args[0].dtype == "bool" and (x.number, y.number) == (0, 1) and name == "clamp":
         return [rels[1]]  # the branch of a condition
@@ -88,6 +91,16 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if not any(r.kind.endswith("*") for r in rels):
         not_partial(rels, name)
     return applied(ctx, eqn, rels, partial_of(rels, name))
+
+
+def in_limits(x: Term, low: Any, high: Any) -> bool:
+    """Whether an integer is clamped to limits already, or the index of a platform."""
+    if x.dtype not in INTEGERS or low is None or high is None:
+        return False
+    if x.op == "platform_index":
+        return low <= 0 and high + 1 >= len(dict(x.params)["platforms"])
+    limits = [number_of(x.args[k]) for k in (0, 2)] if x.op == "clamp" else [None]
+    return None not in limits and low <= limits[0] <= limits[1] <= high  # type: ignore[operator]
 
 
 @elementwise("add", "add_any", "sub")
@@ -116,11 +129,25 @@ def select(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, "a choice"))
     not_partial(rels[:1], "a condition")
-    masked = outside(ctx, *rels) if len(rels) == 3 else None
+    masked = (one_element(ctx, *rels) or outside(ctx, *rels)) if len(rels) == 3 else None
     if masked is not None:
         return [masked]
     require(not any(r.fragmented for r in rels), "a choice of fragments")
     return applied(ctx, eqn, rels, partial_of(rels[1:], "a choice"))
+
+
+def one_element(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
+    """where(i == k, x, number), of the index i along a dim, is x padded along it, if the function as written has this array."""
+    value, (at, *more) = fill_of(no), leaves(mask.term) or [mask.term]
+    dims = [d for d, n in enumerate(mask.term.shape) if n != 1]
+    if value is None or more or at.op != "iota" or mask.term.axes or len(dims) != 1 or yes.term.shape[dims[0]] != 1:
+        return None
+    (d,), term = dims, yes.term
+    (chosen,) = np.nonzero(evaluate(ctx, (), [mask.term], at, np.arange(mask.term.shape[d]))[0][0])
+    for padded in known_pads(ctx, term, value, d):
+        if padded.shape[d] == mask.term.shape[d] and chosen.tolist() == [padded.params[0][1][0]]:
+            return yes.placed({d: mask.spec[d]}).of(padded, yes.shape, yes.placed({d: mask.spec[d]}).spec)
+    return None
 
 
 def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
