@@ -72,7 +72,7 @@ def act(
                 if found != (size, axes):
                     both = f"{axes_text(found[1])} and {axes_text(axes)}"
                     fragments = any(isinstance(s, Fragments) for s in (found[1], axes))
-                    refused = name != "conv_general_dilated" and not fragments
+                    refused = name != "conv_general_dilated" and not fragments and found[0] == size
                     raise Unverified(f"operands of {name} sharded over {both} along dim {n}", refused)
     results = []
     for k, (aval, names) in enumerate(zip(avals, outs, strict=True)):

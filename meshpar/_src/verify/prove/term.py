@@ -17,6 +17,9 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from ...compat.jax import aval_of
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -174,7 +177,7 @@ class Terms:
     def concatenate_slices(self, terms: Sequence[Term], dim: int) -> Term | None:
         """The elements of slices of one array along a dim, one slice after the other; None: they are of several arrays."""
         bases = {t.args[0] if t.op in ("slice", "take") and t.params[0] == dim else t for t in terms}
-        if len(bases) > 1 or all(t in bases for t in terms):
+        if len(bases) > 1:
             return None
         (x,) = bases
         return self.take(x, dim, np.concatenate([np.arange(x.shape[dim]) if t is x else table_of(t) for t in terms]))
@@ -254,7 +257,16 @@ def is_zero(term: Term) -> bool:
 
 
 def frozen(value: Any) -> Any:
-    """A param of an equation as a hashable value; numbers of NumPy as Python's."""
+    """A param of an equation as a hashable value; numbers of NumPy as Python's, and equal jaxprs as equal values."""
+    if isinstance(value, ClosedJaxpr):
+        return frozen(value.jaxpr), frozen(value.consts)
+    if isinstance(value, Jaxpr):
+        numbers: dict[Any, int] = {}
+        name = lambda v: frozen(v.val) if isinstance(v, Literal) else numbers.setdefault(v, len(numbers))  # noqa: E731
+        typed = lambda vs: tuple((name(v), str(aval_of(v))) for v in vs)  # noqa: E731
+        made = typed([*value.constvars, *value.invars])
+        eqns = [(typed(e.invars), e.primitive.name, frozen(e.params), typed(e.outvars)) for e in value.eqns]
+        return made, tuple(eqns), typed(value.outvars)
     if isinstance(value, dict):
         return tuple(sorted((k, frozen(v)) for k, v in value.items()))
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):

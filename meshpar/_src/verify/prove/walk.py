@@ -70,8 +70,17 @@ class Walk:
         term = self.ctx.terms.array(x) if x.shape else self.ctx.terms.literal(x, dtype or x.dtype)
         return self.ctx.replicated(term, x.shape)
 
+    def without_elements(self, aval: Any) -> Rel:
+        """The relation of an array without elements."""
+        return self.ctx.replicated(
+            self.ctx.terms.make("literal", "0", (), (1,) * len(aval.shape), aval.dtype), aval.shape
+        )
+
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
+        avals = [aval_of(v) for v in eqn.outvars]
+        if avals and all(0 in a.shape for a in avals):  # arrays without elements are equal
+            return [self.without_elements(a) for a in avals]
         name, fn = eqn.primitive.name, lemma_of(eqn, self.ctx.sizes)
         known, unknown = [r for r in rels if isinstance(r, Rel)], next((r for r in rels if isinstance(r, Cause)), None)
         try:
@@ -89,8 +98,8 @@ class Walk:
                 known = [of_one_device(self.ctx, r) for r in known]
                 require(not any(r.fragmented for r in known), "no lemma for fragments")
             out = fn(self.ctx, eqn, known if moves else list(map(as_sum, known)))
-            for r, var in zip(out, eqn.outvars, strict=True):
-                self.check(r, aval_of(var))
+            for r, aval in zip(out, avals, strict=True):
+                self.check(r, aval)
         except Unverified as e:
             return [self.unknown(eqn, str(e), e.refused, rels)] * len(eqn.outvars)
         except Exception as e:  # of a lemma: nothing is known, and the report says so
@@ -162,6 +171,13 @@ class Walk:
 
     def result(self, eqn: JaxprEqn, k: int, r: Rel, spec: Any) -> Known:
         """The global value of a result that is sharded by its spec."""
+        for d, (have, want) in enumerate(zip(r.spec, spec, strict=True)):
+            if (
+                want and not have and not set(want) & r.varying
+            ):  # blocks that are all alike, of an array that repeats them
+                term = self.ctx.expanded(r, [d]).term
+                r = replace(r, term=self.ctx.terms.take(term, d, np.tile(np.arange(r.shape[d]), self.ctx.size(want))))
+                r = r.placed({d: want})
         refused = f"result {k} is partial over {axes_text(r.partial)}" if r.partial else ""
         for d, (have, want) in enumerate(zip(r.spec, spec, strict=True)):
             if r.term.shape[d] != 1 and have != want:
@@ -299,7 +315,10 @@ def prove_program(
     walk = Walk(ctx)
     avals = [aval_of(v) for v in written.jaxpr.invars]
     terms = [ctx.terms.make("input", k, (), a.shape, a.dtype) for k, a in enumerate(avals)]
-    inputs: list[Known] = [ctx.replicated(t, a.shape) for t, a in zip(terms, avals, strict=True)]
+    inputs: list[Known] = [
+        walk.without_elements(a) if 0 in a.shape else ctx.replicated(t, a.shape)
+        for t, a in zip(terms, avals, strict=True)
+    ]
     ctx.note(inputs)
     expected = walk.run(written.jaxpr, written.consts, inputs)
     ctx.written, program = False, without_dead_code(program)

@@ -105,7 +105,7 @@ def blocks(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel
     """Each device keeps its block of a dim."""
     require(not isinstance(x.spec[d], Fragments), "blocks of fragments")
     differs = set(axes) & x.varying
-    require(not differs, f"blocks over {axes_text(differs)}, along which the value differs", refused=True)
+    require(not differs, f"blocks over {axes_text(differs)}, along which the value differs", refused=not x.fragmented)
     spec = tuple((*s, *axes) if k == d and x.term.shape[d] != 1 else s for k, s in enumerate(x.spec))
     return replace(x, spec=spec, shape=shape)
 

@@ -48,7 +48,7 @@ def reduced_along(ctx: Context, x: Rel, axes: Sequence[int], name: str, aval: An
     require(not x.partial or x.kind == kind, f"{name} of a partial {x.kind}", refused=True)
     require(kind == "sum" or not x.partial & over, "a reduction over its own partial axes", refused=True)
     varying = tuple(d for d in axes if term.shape[d] != 1)
-    require(all(x.shape[d] for d in axes if d not in varying), f"{name} of no elements")
+    require(kind == "sum" or all(x.shape[d] for d in axes if d not in varying), f"{name} of no elements")
     if varying:
         sizes = [1 if d in varying else n for d, n in enumerate(term.shape)]
         term = ctx.terms.make(name, varying, (term,), sizes, term.dtype)
