@@ -287,7 +287,8 @@ def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, 
         if not t.axes and t.dtype in INTEGERS - {"bool"} and math.prod(t.shape) == math.prod(shape):
             for mode in modes:
                 value = made(ctx.terms.reshape(t, shape), mode)
-                if ctx.terms.is_known(value) and _each_once(ctx, rows, mode, t):
+                free = [t, *(leaf for leaf in leaves(t) if leaf is not t)]
+                if ctx.terms.is_known(value) and any(_each_once(ctx, rows, mode, t, leaf) for leaf in free[:2]):
                     return value
     return None
 
@@ -312,26 +313,28 @@ def _breaks(ctx: Context, axes: Sequence[str], terms: Sequence[Term], index: Ter
     return bound
 
 
-def _each_once(ctx: Context, rows: Rows, mode: str, index: Term) -> bool:
-    """The law of :func:`owned`, for all values of the index: those within the last number at which the terms change their form,
-    and as many at the ends of its dtype, at which they wrap.
+def _each_once(ctx: Context, rows: Rows, mode: str, index: Term, leaf: Term) -> bool:
+    """The law of :func:`owned`, for all values of an index, from those of the term ``leaf`` that it depends on.
+
+    These are the values within the last number at which the terms change their form, and as many at the ends of its dtype, at
+    which they wrap.
 
     For each value, by ``mode``, a row of the full array is accessed, or none. If there is one, the device that has it accesses
     this row of its block; no other device accesses any.
     """
     n, total = rows.n, rows.n * ctx.size(rows.axes)
-    terms = [rows.local] if rows.mask is None else [rows.local, rows.mask]
+    terms = [index, rows.local] if rows.mask is None else [index, rows.local, rows.mask]
     try:
-        bound = _breaks(ctx, rows.axes, terms, index)
+        bound = _breaks(ctx, rows.axes, terms, leaf)
         if bound is None or (bound := bound + total) > MAX_VALUES:
             return False
-        ends = np.iinfo(index.dtype)
+        ends = np.iinfo(leaf.dtype)
         near = [np.arange(-bound, bound + 1), ends.min + np.arange(bound), ends.max - np.arange(bound)]
-        values = np.concatenate([part.astype(index.dtype) for part in near])
-        row, *masks = evaluate(ctx, rows.axes, terms, index, values)
+        values = np.concatenate([part.astype(leaf.dtype) for part in near])
+        wanted, row, *masks = evaluate(ctx, rows.axes, terms, leaf, values)
     except Unverified:
         return False
-    row, wanted = row.astype(np.int64), np.broadcast_to(values.astype(np.int64), row.shape)
+    row, wanted = row.astype(np.int64), wanted.astype(np.int64)
     first = n * np.arange(ctx.size(rows.axes))[:, None]
     inside = (wanted >= 0) & (wanted < total)
     defined = inside if "PROMISE" in mode else np.ones_like(inside)

@@ -172,9 +172,8 @@ class Walk:
     def result(self, eqn: JaxprEqn, k: int, r: Rel, spec: Any) -> Known:
         """The global value of a result that is sharded by its spec."""
         for d, (have, want) in enumerate(zip(r.spec, spec, strict=True)):
-            if (
-                want and not have and not set(want) & r.varying
-            ):  # blocks that are all alike, of an array that repeats them
+            alike = not have and r.term.shape[d] != 1 and not set(want) & r.varying
+            if want and alike:  # blocks of an array that repeats them
                 term = self.ctx.expanded(r, [d]).term
                 r = replace(r, term=self.ctx.terms.take(term, d, np.tile(np.arange(r.shape[d]), self.ctx.size(want))))
                 r = r.placed({d: want})
