@@ -178,6 +178,7 @@ BENCHMARKS = (
         needs=("libtpu",),
     ),
     Benchmark("optimizers", "step", "python benchmarks/optimizers.py", 5),
+    Benchmark("move", "step", "python benchmarks/move.py", 5),
     Benchmark("low_precision", "step", "python benchmarks/low_precision.py", 60),
     Benchmark(
         "batch_sizes", "step", "python benchmarks/batch_sizes.py --logs LOGS --plot docs/static/batch-sizes.png", 60,
