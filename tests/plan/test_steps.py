@@ -16,8 +16,10 @@ import meshpar as mp
 from meshpar._src.plan.steps import (
     Barrier,
     Constant,
+    Run,
     Shard,
     topological_order,
+    without_unread,
 )
 from meshpar._src.plan.verify import verify
 
@@ -95,3 +97,15 @@ def nested():
         fn, f32(8, 4), f32(3, 4, 4), mesh=MESH, layout="batch: data; in: model", overlap="off",
         dims={"x": "batch in", "w": "layers in _"},
     )  # fmt: skip
+
+
+def test_steps_whose_results_nobody_reads_are_left_out():
+    x = jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    where = {"mesh": "data=8", "layout": "batch: data", "dims": {"x": "batch embed"}, "lowering": "shard_map"}
+    body = mp.plan(jax.jit(lambda x: (jnp.tanh(x), jnp.exp(x).sum())), x, **where).body
+    tanh, total = body.outputs
+    assert without_unread(body.steps, {tanh, total}) == body.steps
+    assert body.sends
+    first = without_unread(body.steps, {tanh})
+    assert [s.op.name for s in replace(body, steps=first).all_steps if isinstance(s, Run)] == ["tanh"]
+    assert not replace(body, steps=first).sends

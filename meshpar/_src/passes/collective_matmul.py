@@ -439,6 +439,8 @@ def ring_collectives(plan: Plan, pair: CollectiveMatmul) -> list[Collective]:
         if plan.chip is not None:
             seconds = hop_seconds(sent, major_of(plan.torus, pair.axes)[0], plan.chip) / min(2, devices - 1)
         count = None if old.count is None else old.count * h.count
+        if count is None:  # all steps of one ring, in an iteration of a loop of unknown length
+            sent, seconds = sent * h.count, None if seconds is None else seconds * h.count
         why = f"ring steps in place of the {old.op}, overlapped with matmuls"
         hop = replace(old, op="collective-permute", bytes=sent, algorithm="ring", seconds=seconds, count=count, why=why)
         out.append(hop)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ..layout import Spec
 from ..program.ir import Frame, Value
-from .steps import Body, Shard, Step, topological_order
+from .steps import Body, Shard, Step, topological_order, without_unread
 
 StepGroup = list[Step | Callable[[], Step]]
 """The steps of one op; a step with bodies is made in the end, by a function."""
@@ -40,4 +40,5 @@ class BodyBuilder:
         for group in self.groups:
             group.clear()
         placed = topological_order([*self.deferred, *steps], outputs, set(self.deferred).__contains__)
-        return Body(self.frame, tuple(inputs), placed, tuple(outputs), self.frame.trip_count)
+        needed = without_unread(placed, set(outputs)) if outputs else placed  # none of a call
+        return Body(self.frame, tuple(inputs), needed, tuple(outputs), self.frame.trip_count)

@@ -112,7 +112,8 @@ class CollectiveRecords:
         records: list[Collective] = []
         for m in moves:
             if m.op != "slice":
-                sent, runs = m.bytes(value.shape, size, self.sizes), None if count is None else count * m.times
+                sent = m.bytes(value.shape, size, self.sizes)
+                sent, runs = (sent * m.times, None) if count is None else (sent, count * m.times)
                 records += self.moving(m.op, m.axes, value, op, sent, runs, cause)
         return moves, records
 

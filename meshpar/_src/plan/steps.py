@@ -540,6 +540,24 @@ def topological_order(
     return tuple(placed)
 
 
+def without_unread(steps: Sequence[Step], read: set[Shard | None]) -> tuple[Step, ...]:
+    """Steps in order, without ops and changes of shardings whose results nobody reads, as an op that its readers recompute.
+
+    Args:
+      read: shards that are read after the steps; those that the steps read are added.
+    """
+    needed: list[Step] = []
+    for step in reversed(steps):
+        if isinstance(step, Call):  # later steps read the shards of its body
+            needed.append(with_bodies(step, (step.body.with_steps(without_unread(step.body.steps, read)),)))
+            continue
+        pure = isinstance(step, Constant | ShardingChange) or (isinstance(step, Run) and not step.op.eqn.effects)
+        if not pure or not read.isdisjoint(step.makes):
+            read.update(step.reads)
+            needed.append(step)
+    return tuple(reversed(needed))
+
+
 def rewrite_bodies(body: Body, change: Callable[[Body], Body]) -> Body:
     """A body after ``change`` of all bodies inside it, innermost first, then of itself; the same object if nothing changed."""
     if body.nested:

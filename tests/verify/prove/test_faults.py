@@ -154,6 +154,23 @@ def test_the_claims_of_a_plan_are_compared_with_its_program():
         assert f"1 of {found.claims} claims of the plan do not hold" in str(found)
 
 
+def claims_hold(plan):
+    return not [c for c in plan.prove().failed if c.op == "plan"]
+
+
+def test_a_ring_in_a_loop_of_unknown_length_counts_all_its_steps():
+    def step(params, x, n):
+        return jax.lax.fori_loop(0, n, lambda _, x: jnp.tanh(x @ params["up"]) @ params["down"], x)
+
+    named = DIMS | {"x": "batch seq embed"}
+    where = {"mesh": mp.mesh("data=2, model=4"), "layout": "batch: data; seq: model; mlp: model", "dims": named}
+    plan = mp.plan(
+        step, PARAMS, S((2, 16, 64), jnp.float32), S((), jnp.int32), overlap="ring", lowering="shard_map", **where
+    )
+    assert any(c.algorithm == "ring" and c.count is None for c in plan.collectives)
+    assert claims_hold(plan)
+
+
 def test_a_ring_has_the_bytes_of_the_collective_that_it_replaces():
     named = DIMS | {"x": "batch seq embed"}
     where = {"mesh": mp.mesh("data=2, model=4"), "layout": "batch: data; seq: model; mlp: model", "dims": named}

@@ -127,9 +127,9 @@ def order_of(ctx: Context, axes: Sequence[str], offsets: np.ndarray, step: int) 
 
 def resolved(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel:
     """The relation of an elementwise result to a value that does not depend on coordinates, or a simpler one by a law."""
-    for law in (global_iota, masked, index_in_range):
+    for law in (global_iota, masked, index_in_range, folded):
         try:
-            found = law(ctx, rel, operands) if rel.term.axes or law is index_in_range else None
+            found = law(ctx, rel, operands) if rel.term.axes or law in (index_in_range, folded) else None
         except Unverified:
             continue
         if found is not None:
@@ -167,6 +167,16 @@ def index_in_range(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | Non
     return own if (found == index).all() and rel.term.shape == own.term.shape else None
 
 
+def folded(ctx: Context, rel: Rel, _: Sequence[Rel]) -> Rel | None:
+    """An op of integers that are constant arrays is a constant array."""
+    function, args = function_of(rel.term), rel.term.args
+    constants = [constant(t) if t.op == "array" else number_of(t) for t in args]
+    if function is None or all(t.op != "array" for t in args) or any(c is None for c in constants):
+        return None
+    found = np.asarray(function(*(np.asarray(c, t.dtype) for c, t in zip(constants, args, strict=True))))
+    return replace(rel, term=ctx.terms.array(np.broadcast_to(found, rel.term.shape).astype(rel.term.dtype)))
+
+
 def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
     """Where exactly one device of a group has x, and the others 0, the sum over the group is x. So each row of a sharded table is
     on one device, which reads it; the others add 0."""
@@ -177,9 +187,14 @@ def masked(ctx: Context, rel: Rel, operands: Sequence[Rel]) -> Rel | None:
     for x, zero, wanted in ((cases[1], cases[0], True), (cases[0], cases[1], False)):
         term, partial = x.term, rel.partial | mask.axes
         extremum = rel.partial and rel.kind != "sum"
-        if not mask.axes or extremum or not is_zero(zero.term) or (rel.partial | x.sharded) & mask.axes:
+        if not mask.axes or extremum or not is_zero(zero.term) or rel.partial & mask.axes:
             continue
         kind = "one" if zero.term.params == "-0.0" and not rel.partial else "sum"
+        element = element_of_block(ctx, mask, x) if wanted else None
+        if element is not None:
+            return Rel(element.term, rel.shape, element.spec, partial, kind)
+        if x.sharded & mask.axes:
+            continue
         if not mask.axes & term.axes and all(n == 1 for n in mask.shape) and not leaves(mask):
             (chosen,) = evaluate(ctx, axes_of(ctx, mask), [mask])
             if (chosen == wanted).sum() == 1:
@@ -206,6 +221,15 @@ class Rows:
     mask: Term | None = None
 
 
+def constant_rows(index: Term, numbers: Any, rank: int) -> np.ndarray | None:
+    """The rows along one dim that a gather at a constant index reads; None: it is another gather."""
+    if index.op != "array" or len(index.shape) != 2 or len(numbers.start_index_map) != 1:
+        return None
+    (d,), others = numbers.start_index_map, tuple(k for k in range(rank) if k not in numbers.start_index_map)
+    rows = (numbers.collapsed_slice_dims, numbers.offset_dims, numbers.operand_batching_dims) == ((d,), others, ())
+    return constant(index).astype(np.int64).ravel() if rows else None
+
+
 def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
     """The rows of a sharded table, where each device masks those that it reads of its block."""
     (axes, n, params, batch), (table, local) = block.params, block.args
@@ -214,9 +238,41 @@ def gathered(ctx: Context, mask: Term, block: Term) -> Term | None:
         return None
 
     def made(index: Term, _: str) -> Term:
+        numbers = dict(params)["numbers"]
+        at = constant_rows(index, numbers, len(table.shape))
+        if at is not None and ((at >= 0) & (at < table.shape[numbers.start_index_map[0]])).all():
+            return ctx.terms.take(table, numbers.start_index_map[0], at)
         return ctx.terms.make("gather", params, (table, index), block.shape, block.dtype)
 
     return owned(ctx, Rows(axes, n, local, mask), [str(dict(params)["mode"])], made)
+
+
+def element_of_block(ctx: Context, mask: Term, x: Rel) -> Rel | None:
+    """x[i] along a sharded dim, of which each device masks the one element of its block that it has or reads."""
+    term, spec = x.term, x.spec
+    if term.op == "slice_block":
+        (axes, n, d), (table, local) = term.params, term.args
+    else:
+        found = [d for d, s in enumerate(spec) if mask.axes.intersection(s)]
+        if len(found) != 1 or x.fragmented or x.shape[found[0]] != 1:
+            return None
+        (d,), n, table = found, 1, term
+        axes, local = spec[d], ctx.terms.literal(0, "int32")
+    if mask.axes != set(axes) or math.prod(mask.shape) != 1:
+        return None
+
+    def put(x: Term, index: Term) -> Term:
+        """The slice of one dim before the slices of later ones."""
+        sizes = [1 if k == d else m for k, m in enumerate(x.shape)]
+        if x.op == "dynamic_slice" and x.params > d:
+            return ctx.terms.make(x.op, x.params, (put(x.args[0], index), x.args[1]), sizes, x.dtype)
+        return ctx.terms.make("dynamic_slice", d, (x, index), sizes, x.dtype)
+
+    def made(index: Term, _: str) -> Term:
+        return put(table, index)
+
+    row = owned(ctx, Rows(axes, n, local, ctx.terms.reshape(mask, ())), ["CLIP"], made)
+    return None if row is None else Rel(row, x.shape, tuple(() if k == d else s for k, s in enumerate(spec)))
 
 
 def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, str], Term]) -> Term | None:
@@ -227,11 +283,12 @@ def owned(ctx: Context, rows: Rows, modes: Sequence[str], made: Callable[[Term, 
       modes: of the gather or scatter as written, for an index out of range.
     """
     shape = rows.local.shape
-    for t in subterms(rows.local):
-        if not t.axes and t.dtype == rows.local.dtype and math.prod(t.shape) == math.prod(shape):
+    for t in subterms(rows.local, *([] if rows.mask is None else [rows.mask])):
+        if not t.axes and t.dtype in INTEGERS - {"bool"} and math.prod(t.shape) == math.prod(shape):
             for mode in modes:
                 value = made(ctx.terms.reshape(t, shape), mode)
-                if ctx.terms.is_known(value) and _each_once(ctx, rows, mode, t):
+                free = [t, *(leaf for leaf in leaves(t) if leaf is not t)]
+                if ctx.terms.is_known(value) and any(_each_once(ctx, rows, mode, t, leaf) for leaf in free[:2]):
                     return value
     return None
 
@@ -256,26 +313,28 @@ def _breaks(ctx: Context, axes: Sequence[str], terms: Sequence[Term], index: Ter
     return bound
 
 
-def _each_once(ctx: Context, rows: Rows, mode: str, index: Term) -> bool:
-    """The law of :func:`owned`, for all values of the index: those within the last number at which the terms change their form,
-    and as many at the ends of its dtype, at which they wrap.
+def _each_once(ctx: Context, rows: Rows, mode: str, index: Term, leaf: Term) -> bool:
+    """The law of :func:`owned`, for all values of an index, from those of the term ``leaf`` that it depends on.
+
+    These are the values within the last number at which the terms change their form, and as many at the ends of its dtype, at
+    which they wrap.
 
     For each value, by ``mode``, a row of the full array is accessed, or none. If there is one, the device that has it accesses
     this row of its block; no other device accesses any.
     """
     n, total = rows.n, rows.n * ctx.size(rows.axes)
-    terms = [rows.local] if rows.mask is None else [rows.local, rows.mask]
+    terms = [index, rows.local] if rows.mask is None else [index, rows.local, rows.mask]
     try:
-        bound = _breaks(ctx, rows.axes, terms, index)
+        bound = _breaks(ctx, rows.axes, terms, leaf)
         if bound is None or (bound := bound + total) > MAX_VALUES:
             return False
-        ends = np.iinfo(index.dtype)
+        ends = np.iinfo(leaf.dtype)
         near = [np.arange(-bound, bound + 1), ends.min + np.arange(bound), ends.max - np.arange(bound)]
-        values = np.concatenate([part.astype(index.dtype) for part in near])
-        row, *masks = evaluate(ctx, rows.axes, terms, index, values)
+        values = np.concatenate([part.astype(leaf.dtype) for part in near])
+        wanted, row, *masks = evaluate(ctx, rows.axes, terms, leaf, values)
     except Unverified:
         return False
-    row, wanted = row.astype(np.int64), np.broadcast_to(values.astype(np.int64), row.shape)
+    row, wanted = row.astype(np.int64), wanted.astype(np.int64)
     first = n * np.arange(ctx.size(rows.axes))[:, None]
     inside = (wanted >= 0) & (wanted < total)
     defined = inside if "PROMISE" in mode else np.ones_like(inside)

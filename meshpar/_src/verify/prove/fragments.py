@@ -7,21 +7,25 @@ evaluated, not matched. One that is that of a block is replaced by the axes of t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import itertools
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 
-from .device_values import order_of, orders
+from .device_values import axes_of, evaluate, leaves, order_of, orders
 from .relation import Context, Fill, Fragments, Rel, Unverified, require
+from .term import Term
 
 ALL = -1
 """The bits of an element that is complete."""
 MAX_BITS = 62
 OF_FRAGMENTS = frozenset(
-    "slice split gather dynamic_slice dynamic_update_slice concatenate pad transpose ppermute all_gather dot_general "
-    "conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split()
+    "slice split rev reduce_sum reduce_max reduce_min gather dynamic_slice dynamic_update_slice concatenate pad transpose "
+    "ppermute all_gather all_to_all dot_general conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum "
+    "select_and_scatter_add".split()
 )
 """Primitives whose lemmas take operands in fragments, besides elementwise ops."""
 ZEROS = ("0.0", "-0.0", "0", "False")
@@ -82,15 +86,16 @@ def with_table(
     ctx: Context, x: Rel, d: int, axes: tuple[str, ...], table: np.ndarray, fill: Fill | None = None, origin: Any = None
 ) -> Rel:
     """``x`` with the elements of a table along a dim: as a block, or a slice that all devices have, if they are one."""
-    if x.term.op == "pad" and fill is None and origin is None:  # a window of a padded array
+    index, n, total = table[..., 0], table.shape[1], x.term.shape[d]
+    first = order_of(ctx, axes, index[:, 0], n) if n and (np.diff(index, axis=1) == 1).all() else None
+    block = first[0] if first is not None and not first[1] and n * ctx.size(first[0]) == total else None
+    padded = x.term.op == "pad" and (block is None or not ctx.terms.is_known(x.term))
+    if padded and fill is None and origin is None:  # a window of a padded array
         inner, value = x.term.args
         if [k for k, _ in x.term.params] == [d] and value.op == "literal" and inner.shape[d] > 1:
-            low, _, gap = x.term.params[0][1]
-            index, rest = np.divmod(table[..., 0] - low, gap + 1)
-            inside = (index >= 0) & (index < inner.shape[d]) & (rest == 0)
-            table = np.where(inside[..., None], np.stack([index, table[..., 1]], -1), -1)
+            index = positions(x.term, table[..., 0])
+            table = np.where(index[..., None] >= 0, np.stack([index, table[..., 1]], -1), -1)
             return with_table(ctx, replace(x, term=inner), d, axes, table, (value.op, value.params))
-    index, n, total = table[..., 0], table.shape[1], x.term.shape[d]
     require(not x.partial or fill is None or fill[1] in (None, *ZEROS), "a partial value, and a number")
     if origin is not None:
         full = (1 << origin[0]) - 1
@@ -100,27 +105,59 @@ def with_table(
     if (index < 0).all() and fill is not None and n:
         return ctx.replicated(ctx.terms.make(*fill, (), (1,) * len(shape), term.dtype), shape)
     order = None
+    for padded in known_pads(ctx, term, fill, d) if fill is not None and origin is None else ():
+        inner = positions(padded, np.arange(padded.shape[d]))
+        for some in orders(axes):
+            if n * ctx.size(some) == len(inner) and (inner.reshape(-1, n)[ctx.index(some, axes)] == index).all():
+                return replace(x.placed({d: some}), term=padded, shape=shape)
     if (index >= 0).all():
         fill = None
         consecutive = origin is None and n > 0 and (np.diff(index, axis=1) == 1).all()
-        if consecutive and (index == index[:1]).all():
+        if origin is None and n > 0 and (index == index[:1]).all():
             order = ()
             term = ctx.terms.take(term, d, index[0])
         elif consecutive:
-            found = order_of(ctx, axes, index[:, 0], n)
-            order = found[0] if found is not None and not found[1] and n * ctx.size(found[0]) == total else None
-        if order is None and origin is None:
-            for some in orders(axes):  # a block of the elements in another order, which the function as written has
-                block, every = ctx.index(some, axes), np.zeros((ctx.size(some), n), np.int64)
-                every[block] = index
-                wanted = ctx.terms.take(term, d, every.ravel())
-                if (every[block] == index).all() and ctx.terms.is_known(wanted):
-                    term, order = wanted, some
-                    break
+            order = block
     require(order is not None or total != 1, "fragments of one element")  # which would be a constant
     data = np.ascontiguousarray(table, np.int64).tobytes()
     spec = Fragments(axes, data, len(table), fill, origin) if order is None else order
-    return replace(x, term=term, shape=shape, spec=(*x.spec[:d], cast(Any, spec), *x.spec[d + 1 :]))
+    return reordered(ctx, replace(x, term=term, shape=shape, spec=(*x.spec[:d], cast(Any, spec), *x.spec[d + 1 :])))
+
+
+def reordered(ctx: Context, x: Rel) -> Rel:
+    """Fragments as blocks of the elements in another order, if the function as written has this array; else ``x``."""
+    dims, choices = x.fragmented, []
+    for d in dims:
+        entry, choice = cast(Fragments, x.spec[d]), []
+        index = entry.array[..., 0]
+        for some in orders(entry.axes) if entry.complete else ():
+            block, every = ctx.index(some, entry.axes), np.zeros((ctx.size(some), x.shape[d]), np.int64)
+            every[block] = index
+            if (every[block] == index).all():
+                choice.append((some, every.ravel()))
+        choices.append(choice)
+    for found in itertools.product(*choices) if dims else ():
+        term = x.term
+        for d, (_, at) in zip(dims, found, strict=True):
+            term = ctx.terms.take(term, d, at)
+        if ctx.terms.is_known(term):
+            return replace(x.placed({d: some for d, (some, _) in zip(dims, found, strict=True)}), term=term)
+    return x
+
+
+def positions(padded: Term, at: np.ndarray) -> np.ndarray:
+    """The elements of the operand of a ``pad`` along one dim at positions of its result; -1 where it has the number."""
+    ((d, (low, _, gap)),) = padded.params
+    index, rest = np.divmod(at - low, gap + 1)
+    return np.where((index >= 0) & (index < padded.args[0].shape[d]) & (rest == 0), index, -1)
+
+
+def known_pads(ctx: Context, term: Term, fill: Fill, d: int) -> Iterator[Term]:
+    """The arrays of the function as written that are a term, padded along one dim with a number."""
+    value = ctx.terms.make(*fill, (), (), term.dtype)
+    for padded in ctx.terms.uses.get(("pad", term.number, value.number), ()):
+        if ctx.terms.is_known(padded) and [k for k, _ in padded.params] == [d]:
+            yield padded
 
 
 def take_positions(ctx: Context, x: Rel, d: int, at: np.ndarray, axes: Sequence[str] = ()) -> Rel:
@@ -166,7 +203,8 @@ def mask_fragments(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple[s
     """``x`` where the mask ``keep[devices along axes, elements]`` is true, else a number, as all elements outside of the array."""
     every = in_mesh_order(ctx, axes, x.spec[d])
     table, keep = element_table(ctx, x, d, every), keep[ctx.index(axes, every)]
-    inside = common_fill(None, d, x)[1] is None and not (keep & (table[..., 0] < 0)).any()
+    fill, origin = common_fill(None, d, x)
+    inside = origin is None and (fill == value or not (keep & (table[..., 0] < 0)).any())
     require(inside, "a choice of elements outside of the array, or of incomplete sums")
     return with_table(ctx, x, d, every, np.where(keep[..., None], table, -1), value)
 
@@ -174,15 +212,46 @@ def mask_fragments(ctx: Context, x: Rel, d: int, keep: np.ndarray, axes: tuple[s
 def permute_fragments(ctx: Context, x: Rel, axes: Sequence[str], sources: np.ndarray) -> Rel:
     """Each device along axes gets the elements of another one, or zeros (source -1)."""
     dims = [k for k, s in enumerate(x.spec) if set(s) & set(axes)]
-    require(len(dims) == 1, "a permutation of a value without one dim that is sharded")
-    (d,) = dims
-    every = in_mesh_order(ctx, axes, x.spec[d])
-    source = sources[ctx.index(axes, every)]
-    come = {a: c[source] for a, c in ctx.coordinates(axes).items()}
-    table = element_table(ctx, x, d, every)[ctx.index(every, every, come)]
-    table[source < 0] = -1
-    zero = fill_of(ctx.replicated(ctx.terms.literal(0, x.term.dtype), ())) if (source < 0).any() else None
-    return with_table(ctx, x, d, every, table, *common_fill(zero, d, x))
+    require(bool(dims), "a permutation of a value that is not sharded")
+    for d in dims:
+        every = in_mesh_order(ctx, axes, x.spec[d])
+        source = sources[ctx.index(axes, every)]
+        come = {a: c[source] for a, c in ctx.coordinates(axes).items()}
+        table = element_table(ctx, x, d, every)[ctx.index(every, every, come)]
+        table[source < 0] = -1
+        zero = fill_of(ctx.replicated(ctx.terms.literal(0, x.term.dtype), ())) if (source < 0).any() else None
+        x = with_table(ctx, x, d, every, table, *common_fill(zero, d, x))
+    return x
+
+
+def of_chosen_device(ctx: Context, mask: Term, x: Rel, wanted: bool) -> Rel | None:
+    """Blocks or fragments along several dims on the one device where a mask is ``wanted``, as a value that is partial over all
+    devices; None: the mask is another one."""
+    axes, dims = axes_of(ctx, mask), [d for d, s in enumerate(x.spec) if mask.axes.intersection(s)]
+    if len(dims) < 2 or x.term.axes or x.incomplete or math.prod(mask.shape) != 1 or leaves(mask):
+        return None
+    (chosen,) = np.nonzero((evaluate(ctx, axes, [mask])[0] == wanted)[:, 0])
+    if len(chosen) != 1 or not all(mask.axes.issuperset(x.spec[d]) for d in dims):
+        return None
+    term = x.term
+    for d in dims:
+        (index,) = element_table(ctx, x, d, axes)[chosen, :, 0]
+        require(bool((index >= 0).all()), "a choice of elements outside of the array")
+        term = ctx.terms.take(term, d, index)
+    return Rel(term, x.shape, x.placed(dict.fromkeys(dims, ())).spec, mask.axes)
+
+
+def of_one_device(ctx: Context, x: Rel) -> Rel:
+    """Fragments of which one device has each element, and the others 0, as the partial value that they are; else ``x``."""
+    entry = x.spec[x.fragmented[0]] if len(x.fragmented) == 1 and x.kind == "sum" else None
+    if not isinstance(entry, Fragments) or entry.origin is not None or entry.fill is None or entry.fill[1] not in ZEROS:
+        return x
+    (d,), index = x.fragmented, entry.array[..., 0]
+    if ((index >= 0).sum(0) != 1).any():
+        return x
+    kind = "one" if entry.fill[1] == "-0.0" and not x.partial else "sum"
+    term, spec = ctx.terms.take(x.term, d, index.max(0)), x.placed({d: ()}).spec
+    return Rel(term, x.shape, spec, x.partial | set(entry.axes), kind)
 
 
 def contraction_blocks(ctx: Context, x: Rel, d: int, axes: tuple[str, ...]) -> np.ndarray:
@@ -223,7 +292,7 @@ def add_incomplete_sums(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     """The sum of two incomplete sums: over the blocks of both, if they are different blocks of one contraction; of two
     contractions, if they are the same blocks. None if none is incomplete."""
     if not x.incomplete and not y.incomplete:
-        return None
+        return union_of_fragments(ctx, x, y)
     x, y = as_own_block(ctx, x), as_own_block(ctx, y)
     d, *more = {*x.fragmented, *y.fragmented}
     require(not more, "a sum of fragments along several dims")
@@ -241,6 +310,19 @@ def add_incomplete_sums(ctx: Context, x: Rel, y: Rel) -> Rel | None:
     both = replace(x, term=ctx.terms.add(x.term, y.term))
     origin = one[0], frozenset([(x.term.number, one[1]), (y.term.number, two[1])])
     return with_table(ctx, both, d, axes, left, None, origin)
+
+
+def union_of_fragments(ctx: Context, x: Rel, y: Rel) -> Rel | None:
+    """The sum of fragments of one array that have no element at one position, and 0 outside; None: it is another sum."""
+    if len(x.fragmented) != 1 or x.fragmented != y.fragmented or x.term is not y.term:
+        return None
+    (d,) = x.fragmented
+    entries = [cast(Fragments, r.spec[d]) for r in (x, y)]
+    axes, zeros = in_mesh_order(ctx, *entries), all(s.zero_outside and s.fill is not None for s in entries)
+    left, right = (element_table(ctx, r, d, axes) for r in (x, y))
+    if not zeros or without_dim(x, d) != without_dim(y, d) or ((left >= 0) & (right >= 0))[..., 0].any():
+        return None
+    return with_table(ctx, x, d, axes, np.where(left[..., :1] >= 0, left, right), *common_fill(None, d, x, y))
 
 
 def gather_fragments(ctx: Context, x: Rel, axes: Sequence[str], d: int) -> Rel:

@@ -16,6 +16,9 @@ Labels = Sequence[Sequence[Hashable]]
 ALL = range(64)
 """The labels of all dims, if they are the dims' numbers."""
 
+ZERO_OF_ZEROS = frozenset("add sub mul max min abs sign sin tanh square sqrt expm1 log1p".split())
+"""Ops by element whose result is 0 where all operands are 0."""
+
 
 def axes_text(axes: Iterable[str]) -> str:
     return ", ".join(axes if isinstance(axes, tuple) else sorted(axes)) or "no axis"
@@ -33,6 +36,7 @@ def act(
     partial: Rel | None = None,
     op: str = "",
     commutes: bool = False,
+    by_element: bool = False,
     avals: Sequence[Any] = (),
     term: Term | None = None,
 ) -> list[Rel]:
@@ -46,7 +50,7 @@ def act(
       ins, outs: the labels of the dims of each operand and result; None: their numbers.
       params: of the op; independent of the sizes of dims that are carried along.
       partial: the operand like which the results are partial.
-      op: its name, if it differs from the equation's; commutes: its operands commute.
+      op: its name, if it differs from the equation's; commutes: its operands commute; by_element: of elements at one index.
       avals: shapes and dtypes of the results, if they differ from the equation's.
       term: of the result, if it is not the op of its operands.
     """
@@ -54,26 +58,29 @@ def act(
     ins = ins or [range(len(r.shape)) for r in rels]
     outs = outs or [range(len(a.shape)) for a in avals]
     rels = [ctx.expanded(r, [d for d, n in enumerate(ns) if n in unsharded]) for r, ns in zip(rels, ins, strict=True)]
+    zeros = by_element and name in ZERO_OF_ZEROS
     dims: dict[Hashable, tuple[int, tuple[str, ...]]] = {}
     for r, names in zip(rels, ins, strict=True):
-        for n, size, axes in zip(names, r.term.shape, r.spec, strict=True):
+        for d, (n, size, axes) in enumerate(zip(names, r.term.shape, r.spec, strict=True)):
             if n in unsharded:
                 require(not axes, f"{name} along dim {n}, which is sharded over {axes_text(axes)}")
             elif size != 1:
                 complete = not isinstance(axes, Fragments) or axes.complete
+                complete = complete or (zeros and axes.zero_outside and all(q.spec[d] == axes for q in rels))
                 require(complete, f"{name} of values outside of an array, or of incomplete sums")
                 found = dims.setdefault(n, (size, axes))
                 if found != (size, axes):
                     both = f"{axes_text(found[1])} and {axes_text(axes)}"
                     fragments = any(isinstance(s, Fragments) for s in (found[1], axes))
-                    refused = name != "conv_general_dilated" and not fragments
+                    refused = name != "conv_general_dilated" and not fragments and found[0] == size
                     raise Unverified(f"operands of {name} sharded over {both} along dim {n}", refused)
     results = []
     for k, (aval, names) in enumerate(zip(avals, outs, strict=True)):
         sizes = [m if n in unsharded else dims.get(n, (1,))[0] for m, n in zip(aval.shape, names, strict=True)]
         spec = tuple(dims[n][1] if n in dims else () for n in names)
         key = params if k == 0 else (params, k)
-        value = term or ctx.terms.make(name, key, (r.term for r in rels), sizes, aval.dtype, commutes)
+        make = ctx.terms.pointwise if by_element else ctx.terms.make
+        value = term or make(name, key, [r.term for r in rels], sizes, aval.dtype, commutes)
         result = Rel(value, tuple(aval.shape), spec)
         if partial is not None:
             own = partial.source if partial.kind.endswith("*") else result.source

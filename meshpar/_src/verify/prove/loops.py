@@ -27,6 +27,7 @@ class Loop:
       number: identifies the loop in its terms.
       inits, carries, nexts: of each carry: before the loop, in an iteration, and after it.
       condition: of a while loop.
+      others: of a scan, the values that it stacks.
     """
 
     number: int
@@ -34,6 +35,7 @@ class Loop:
     carries: list[Term]
     nexts: list[Term]
     condition: Term | None = None
+    others: tuple[Term, ...] = ()
 
 
 Body = Callable[[Loop, Sequence[Known], bool], tuple[list[Known], list[Known]]]
@@ -64,8 +66,9 @@ def written_loop(
             break
         for k in fixed:  # a carry that does not change is its initial value
             carries[k] = loop.inits[k]
+    loop.others = tuple(r.term for r in others if isinstance(r, Rel))
     if key[0] == "while":
-        (loop.condition,) = (r.term for r in others if isinstance(r, Rel))
+        (loop.condition,) = loop.others
     return loop, known, others
 
 
@@ -80,6 +83,8 @@ def element(ctx: Context, loop: Loop, r: Rel) -> Rel:
 
 def stacked(ctx: Context, loop: Loop, length: int, r: Rel) -> Rel:
     """The results of all iterations."""
+    if r.term.op == "elem" and r.term.params == loop.number and r.term.args[0].shape[0] == length:
+        return r.of(r.term.args[0], (length, *r.shape), ((), *r.spec))
     term = ctx.terms.make("stack", loop.number, (r.term,), (length, *r.term.shape), r.term.dtype)
     return Rel(term, (length, *r.shape), ((), *r.spec), r.partial, r.kind)
 

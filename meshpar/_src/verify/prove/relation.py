@@ -74,6 +74,11 @@ class Fragments:
         """Whether all elements are complete, and in the array."""
         return self.fill is None and self.origin is None
 
+    @property
+    def zero_outside(self) -> bool:
+        """Whether elements outside of the array are 0, and all are complete."""
+        return self.origin is None and (self.fill is None or self.fill[1] in ("0.0", "0", "False"))
+
 
 @dataclass(frozen=True, slots=True)
 class Rel:

@@ -17,6 +17,9 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from ...compat.jax import aval_of
 
 
 @dataclass(eq=False, repr=False, slots=True)
@@ -88,6 +91,21 @@ class Terms:
             self.uses.setdefault((op, *key[2]), []).append(found)
         return self.equal.get(found.number, found)
 
+    def pointwise(
+        self, op: str, params: Hashable, args: Sequence[Term], shape: Sequence[int], dtype: Any, sort: bool = False
+    ) -> Term:
+        """The term of an op by element. One of equal slices is the slice of one."""
+        found = next((t for t in args if t.op in ("slice", "take")), None)
+        if found is not None:
+            d, table = found.params[0], table_of(found)
+            size = found.args[0].shape[d]
+            moved = [(t.op, t.params) == (found.op, found.params) and t.args[0].shape[d] == size for t in args]
+            if all(m or t.shape[d] == 1 for m, t in zip(moved, args, strict=True)):
+                inner = [t.args[0] if m else t for m, t in zip(moved, args, strict=True)]
+                sizes = [size if k == d else n for k, n in enumerate(shape)]
+                return self.take(self.pointwise(op, params, inner, sizes, dtype, sort), d, table)
+        return self.make(op, params, args, shape, dtype, sort)
+
     def is_known(self, term: Term) -> bool:
         """Whether the function as it was written has this value: the better of several relations that all hold."""
         return term.number in self.known
@@ -97,7 +115,7 @@ class Terms:
         x = np.asarray(value)
         if is_float(dtype):
             x = x.astype(np.dtype(dtype)).astype(np.float64)
-        elif str(dtype).startswith("int"):
+        elif "int" in str(dtype):
             x = x.astype(np.dtype(dtype))
         number = x.item()
         return self.make("literal", repr(number), (), (1,) * rank, dtype)
@@ -138,6 +156,16 @@ class Terms:
         table = table.astype(np.int64)
         if x.op in ("slice", "take") and x.params[0] == dim:
             x, table = x.args[0], table_of(x)[table]
+        if x.op in ("slice", "take") and x.params[0] > dim:  # those of smaller dims first
+            return self.take(self.take(x.args[0], dim, table), x.params[0], table_of(x))
+        if x.op == "transpose":
+            return self.transpose(self.take(x.args[0], x.params[dim], table), x.params)
+        if x.op == "reshape":  # of another dim
+            (inner,), before = x.args, math.prod(x.shape[:dim])
+            for k, m in enumerate(inner.shape):
+                if m == x.shape[dim] != 1 and math.prod(inner.shape[:k]) == before:
+                    shape = (*x.shape[:dim], len(table), *x.shape[dim + 1 :])
+                    return self.reshape(self.take(inner, k, table), shape)
         n, steps = len(table), np.unique(np.diff(table))
         if n == x.shape[dim] and (table == np.arange(n)).all():
             return x
@@ -149,7 +177,7 @@ class Terms:
     def concatenate_slices(self, terms: Sequence[Term], dim: int) -> Term | None:
         """The elements of slices of one array along a dim, one slice after the other; None: they are of several arrays."""
         bases = {t.args[0] if t.op in ("slice", "take") and t.params[0] == dim else t for t in terms}
-        if len(bases) > 1 or all(t in bases for t in terms):
+        if len(bases) > 1:
             return None
         (x,) = bases
         return self.take(x, dim, np.concatenate([np.arange(x.shape[dim]) if t is x else table_of(t) for t in terms]))
@@ -165,11 +193,11 @@ class Terms:
             value = Fraction(number) * by
             if abs(value) < 1 << 1023:
                 return self.literal(float(value), x.dtype, len(x.shape))
-        return x if number == 0 else self.make("scale", by, (x,), x.shape, x.dtype)
+        return x if number == 0 else self.pointwise("scale", by, (x,), x.shape, x.dtype)
 
     def add(self, x: Term, y: Term) -> Term:
         """The sum of terms of one rank."""
-        return self.make("add", (), (x, y), np.broadcast_shapes(x.shape, y.shape), x.dtype, sort=True)
+        return self.pointwise("add", (), (x, y), np.broadcast_shapes(x.shape, y.shape), x.dtype, sort=True)
 
     def expand(self, x: Term, dim: int, size: int) -> Term:
         """``x``, constant along ``dim``, with ``size`` elements there."""
@@ -185,12 +213,14 @@ class Terms:
             return x
         if x.op == "convert" and x.args[0].dtype == dtype and x.dtype in ("float32", "float64") and is_float(dtype):
             wide = x.dtype == "float64" or dtype != "float64"
-            return x.args[0] if wide else self.make("convert", None, (x,), x.shape, dtype)  # wider numbers and back
+            return (
+                x.args[0] if wide else self.pointwise("convert", None, (x,), x.shape, dtype)
+            )  # wider numbers and back
         if x.op == "convert" and x.args[0].dtype == dtype == "bool":  # the numbers 0 and 1, and back
             return x.args[0]
-        if number is not None and (is_float(dtype) or (dtype.startswith("int") and not is_float(x.dtype))):
+        if number is not None and (is_float(dtype) or ("int" in dtype and not is_float(x.dtype))):  # integers wrap
             return self.literal(number, dtype, len(x.shape))
-        return self.make("convert", None, (x,), x.shape, dtype)
+        return self.pointwise("convert", None, (x,), x.shape, dtype)
 
 
 def constant(term: Term) -> np.ndarray:
@@ -227,7 +257,16 @@ def is_zero(term: Term) -> bool:
 
 
 def frozen(value: Any) -> Any:
-    """A param of an equation as a hashable value; numbers of NumPy as Python's."""
+    """A param of an equation as a hashable value; numbers of NumPy as Python's, and equal jaxprs as equal values."""
+    if isinstance(value, ClosedJaxpr):
+        return frozen(value.jaxpr), frozen(value.consts)
+    if isinstance(value, Jaxpr):
+        numbers: dict[Any, int] = {}
+        name = lambda v: frozen(v.val) if isinstance(v, Literal) else numbers.setdefault(v, len(numbers))  # noqa: E731
+        typed = lambda vs: tuple((name(v), str(aval_of(v))) for v in vs)  # noqa: E731
+        made = typed([*value.constvars, *value.invars])
+        eqns = [(typed(e.invars), e.primitive.name, frozen(e.params), typed(e.outvars)) for e in value.eqns]
+        return made, tuple(eqns), typed(value.outvars)
     if isinstance(value, dict):
         return tuple(sorted((k, frozen(v)) for k, v in value.items()))
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):

@@ -14,9 +14,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
 from . import loops
 from .claims import Claims, differences
-from .fragments import OF_FRAGMENTS
+from .fragments import OF_FRAGMENTS, of_one_device
 from .laws import act, axes_text, not_partial, partial_of
-from .lemmas import LOCAL_FORM, family_of, lemma_of
+from .lemmas import LOCAL_FORM, family_of, lemma_of, of_full_arrays
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
 from .relation import Cause, Context, Fragments, Known, Rel, Spec, Unverified, mapped, require
@@ -70,9 +70,18 @@ class Walk:
         term = self.ctx.terms.array(x) if x.shape else self.ctx.terms.literal(x, dtype or x.dtype)
         return self.ctx.replicated(term, x.shape)
 
+    def without_elements(self, aval: Any) -> Rel:
+        """The relation of an array without elements."""
+        return self.ctx.replicated(
+            self.ctx.terms.make("literal", "0", (), (1,) * len(aval.shape), aval.dtype), aval.shape
+        )
+
     def equation(self, eqn: JaxprEqn, rels: Sequence[Known]) -> list[Known]:
         """The relations of the results of an equation."""
-        name, fn = eqn.primitive.name, lemma_of(eqn)
+        avals = [aval_of(v) for v in eqn.outvars]
+        if avals and all(0 in a.shape for a in avals):  # arrays without elements are equal
+            return [self.without_elements(a) for a in avals]
+        name, fn = eqn.primitive.name, lemma_of(eqn, self.ctx.sizes)
         known, unknown = [r for r in rels if isinstance(r, Rel)], next((r for r in rels if isinstance(r, Cause)), None)
         try:
             if fn is None and name in self.bodies:
@@ -83,14 +92,14 @@ class Walk:
             if unknown is not None:
                 self.unreached += self.counting and not self.ctx.written
                 return [unknown] * len(eqn.outvars)
-            if fn is None:
-                raise Unverified("no lemma")
+            fn = fn or of_full_arrays
             moves = name == "bitcast_convert_type" or (len(rels) == 1 and family_of(fn) == "shape")  # also -0.0
-            takes_fragments = name in OF_FRAGMENTS or family_of(fn) == "elementwise"
-            require(takes_fragments or not any(r.fragmented for r in known), "no lemma for fragments")
+            if name not in OF_FRAGMENTS and family_of(fn) != "elementwise":
+                known = [of_one_device(self.ctx, r) for r in known]
+                require(not any(r.fragmented for r in known), "no lemma for fragments")
             out = fn(self.ctx, eqn, known if moves else list(map(as_sum, known)))
-            for r, var in zip(out, eqn.outvars, strict=True):
-                self.check(r, aval_of(var))
+            for r, aval in zip(out, avals, strict=True):
+                self.check(r, aval)
         except Unverified as e:
             return [self.unknown(eqn, str(e), e.refused, rels)] * len(eqn.outvars)
         except Exception as e:  # of a lemma: nothing is known, and the report says so
@@ -162,6 +171,12 @@ class Walk:
 
     def result(self, eqn: JaxprEqn, k: int, r: Rel, spec: Any) -> Known:
         """The global value of a result that is sharded by its spec."""
+        for d, (have, want) in enumerate(zip(r.spec, spec, strict=True)):
+            alike = not have and r.term.shape[d] != 1 and not set(want) & r.varying
+            if want and alike:  # blocks of an array that repeats them
+                term = self.ctx.expanded(r, [d]).term
+                r = replace(r, term=self.ctx.terms.take(term, d, np.tile(np.arange(r.shape[d]), self.ctx.size(want))))
+                r = r.placed({d: want})
         refused = f"result {k} is partial over {axes_text(r.partial)}" if r.partial else ""
         for d, (have, want) in enumerate(zip(r.spec, spec, strict=True)):
             if r.term.shape[d] != 1 and have != want:
@@ -221,9 +236,9 @@ class Walk:
     ) -> tuple[Loop, list[Known], list[Known]]:
         """(the written loop with the carries of this one, their relations, the relations of the other results)."""
         if self.ctx.written:
-            return loops.written_loop(self.ctx, key, inits, avals, body)
+            return self.known_loop(key, inits, avals, body) or loops.written_loop(self.ctx, key, inits, avals, body)
         cause = Cause(eqn.primitive.name, source_line(eqn), "a loop that the function as written does not have")
-        found: list[tuple[int, Loop, list[Known]]] = []
+        found: list[tuple[tuple[int, int], Loop, list[Known]]] = []
         for written in self.ctx.loops.get(key, ()):
             loop = loops.matched(written, inits, avals)
             if loop is not None:
@@ -231,14 +246,31 @@ class Walk:
                 terms = [r.term for r in others if isinstance(r, Rel) and r.term.op != "literal"]
                 bad = sum(isinstance(r, Cause) for r in [*guesses, *others])
                 bad += sum(not self.ctx.terms.is_known(t) for t in terms)
-                found.append((bad, loop, guesses))
-                if not bad:
+                found.append(((bad, sum(t not in loop.others for t in terms)), loop, guesses))
+                if not any(found[-1][0]):
                     break
         require(bool(found), cause.reason)
         _, loop, guesses = min(found, key=lambda f: f[0])
         causes = {g for g in guesses if isinstance(g, Cause)} if self.counting else set()
         self.failed.update(causes - set(self.failed))
         return loop, guesses, body(loop, guesses, True)[1]
+
+    def known_loop(
+        self, key: Any, inits: list[Known], avals: Sequence[Any], body: loops.Body
+    ) -> tuple[Loop, list[Known], list[Known]] | None:
+        """A loop of the function as written that is equal to an earlier one, as a recomputed one is; None: there is none."""
+        for loop in [*self.ctx.loops.get(key, ())]:
+            if [r.term for r in inits if isinstance(r, Rel)] == loop.inits and len(loop.nexts) == len(loop.carries):
+                carries: list[Known] = [
+                    self.ctx.replicated(c, a.shape) for c, a in zip(loop.carries, avals, strict=True)
+                ]
+                before = self.ctx.terms.known.copy(), {k: [*v] for k, v in self.ctx.loops.items()}
+                nexts, others = body(loop, carries, False)
+                found = [r.term for r in (*nexts, *others) if isinstance(r, Rel)]
+                if found == [*loop.nexts, *loop.others]:
+                    return loop, carries, others
+                self.ctx.terms.known, self.ctx.loops = before
+        return None
 
     def cond(self, eqn: JaxprEqn, rels: list[Known]) -> list[Known]:
         """The results of branches, of which all devices take the same one."""
@@ -282,7 +314,10 @@ def prove_program(
     walk = Walk(ctx)
     avals = [aval_of(v) for v in written.jaxpr.invars]
     terms = [ctx.terms.make("input", k, (), a.shape, a.dtype) for k, a in enumerate(avals)]
-    inputs: list[Known] = [ctx.replicated(t, a.shape) for t, a in zip(terms, avals, strict=True)]
+    inputs: list[Known] = [
+        walk.without_elements(a) if 0 in a.shape else ctx.replicated(t, a.shape)
+        for t, a in zip(terms, avals, strict=True)
+    ]
     ctx.note(inputs)
     expected = walk.run(written.jaxpr, written.consts, inputs)
     ctx.written, program = False, without_dead_code(program)

@@ -15,7 +15,9 @@ raises :class:`Unverified` where its law does not apply. An op without a lemma i
     bits         identities of the bits of elements
     random       random keys and bits
     kernel       kernels, whose local form is assumed to compute the global one
+    opaque       ops without a lemma of their own, as functions of full arrays
 """
 
-from . import bits, collective, contract, elementwise, index, kernel, random, reduce, shape
+from . import bits, collective, contract, elementwise, index, kernel, opaque, random, reduce, shape
+from .opaque import of_full_arrays
 from .table import LOCAL_FORM, family_of, lemma_of

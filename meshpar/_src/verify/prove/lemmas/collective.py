@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ....compat.jax import aval_of
 from ..fragments import gather_fragments, in_mesh_order, permute_fragments
 from ..laws import axes_text
 from ..relation import Context, Fragments, Rel, out_dtype, out_shape, require
+from .reduce import reduced_along
 from .table import lemma
 
 
@@ -28,7 +30,11 @@ def axes_of(eqn: JaxprEqn, ctx: Context) -> tuple[str, ...]:
 @lemma("psum", "psum_invariant", "pmax", "pmin")
 def all_reduce(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """The sum of a partial sum, the maximum of a partial maximum; of a value that n devices have alike, n times the value, or the
-    value itself."""
+    value itself. Over positions, which ``vmap`` makes of a named axis, it is a reduction along dims."""
+    if all(isinstance(a, int) for a in eqn.params["axes"]):
+        along = "reduce_" + eqn.primitive.name[1:4]
+        avals = [aval_of(v) for v in eqn.outvars]
+        return [reduced_along(ctx, x, eqn.params["axes"], along, a) for x, a in zip(rels, avals, strict=True)]
     axes, kind = axes_of(eqn, ctx), {"pmax": "max", "pmin": "min"}.get(eqn.primitive.name, "sum")
     return [reduced(ctx, x, frozenset(axes), kind) for x in rels]
 
@@ -74,7 +80,11 @@ def gathered(ctx: Context, x: Rel, axes: tuple[str, ...], d: int, shape: tuple[i
         return replace(x, shape=shape)
     have = x.spec[d]
     others = {a for k, s in enumerate(x.spec) if k != d for a in s} & set(axes)
-    require(not others, f"an all-gather over {axes_text(others)}, over which another dim is sharded", refused=True)
+    require(
+        not others,
+        f"an all-gather over {axes_text(others)}, over which another dim is sharded",
+        refused=not x.fragmented,
+    )
     if isinstance(have, Fragments):
         return gather_fragments(ctx, x, axes, d)
     fits = have[len(have) - len(axes) :] == axes
@@ -93,8 +103,9 @@ def reduce_scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel
 
 def blocks(x: Rel, axes: tuple[str, ...], d: int, shape: tuple[int, ...]) -> Rel:
     """Each device keeps its block of a dim."""
+    require(not isinstance(x.spec[d], Fragments), "blocks of fragments")
     differs = set(axes) & x.varying
-    require(not differs, f"blocks over {axes_text(differs)}, along which the value differs", refused=True)
+    require(not differs, f"blocks over {axes_text(differs)}, along which the value differs", refused=not x.fragmented)
     spec = tuple((*s, *axes) if k == d and x.term.shape[d] != 1 else s for k, s in enumerate(x.spec))
     return replace(x, spec=spec, shape=shape)
 

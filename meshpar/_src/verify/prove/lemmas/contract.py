@@ -100,7 +100,8 @@ def einsum(
 
 @lemma("conv_general_dilated")
 def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """A matmul over the input features, for each offset of the window; batch and output features are carried along. Along a spatial
+    """A matmul over the input features, for each offset of the window; batch and output features are carried along. Blocks of
+    input (or batch) and output features may be those of groups. Along a spatial
     dim in fragments, each device has a block of the windows, or a block of the taps of every window, whose sums are partial."""
     p = eqn.params
     numbers = p["dimension_numbers"]
@@ -118,6 +119,16 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     x, y = rels
     spatial = list(enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)))
     split = [(k, dims) for k, dims in spatial if x.spec[dims[0]] or y.spec[dims[1]]]
+    (batch, feature, *_), out = numbers.lhs_spec, numbers.rhs_spec[0]
+    for d, label, key in ((feature, "i", "feature_group_count"), (batch, "b", "batch_group_count")):
+        axes = x.spec[d]
+        if axes and axes == y.spec[out] and not split:  # blocks of groups
+            full = shown | {"dimension_numbers": str(numbers), key: p[key] * ctx.size(axes)}
+            flat = [x.placed({d: ()}), y.placed({out: ()})]
+            own = how | {"unsharded": [*window, label], "params": frozen(full)}
+            (result,) = product(ctx, eqn, flat, pairs, **own)
+            if ctx.terms.is_known(result.term):
+                return [result.placed({numbers.out_spec[1]: axes})]
     if not split:
         return product(ctx, eqn, rels, pairs, **how)
     for term, found in candidates(ctx, eqn.primitive.name, dict(params), [x.term, y.term], [k for k, _ in split]):

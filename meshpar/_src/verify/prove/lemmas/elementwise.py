@@ -6,15 +6,23 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ..device_values import axes_of, evaluate, leaves, resolved
-from ..fragments import add_incomplete_sums, fill_of, mask_fragments, require_zeros_outside
+from ..device_values import INTEGERS, axes_of, evaluate, leaves, resolved
+from ..fragments import (
+    add_incomplete_sums,
+    fill_of,
+    known_pads,
+    mask_fragments,
+    of_chosen_device,
+    require_zeros_outside,
+)
 from ..laws import act, not_partial, one_partial, partial_of
-from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
-from ..term import Term, frozen, is_float, is_zero
+from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..term import Term, constant, frozen, is_float, is_zero, number_of
 from .table import Lemma, lemma
 
 POINTWISE = (
@@ -56,7 +64,7 @@ def applied(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], partial: Rel | Non
     """The result of an elementwise op, partial as ``partial`` is."""
     op = {"add_any": "add"}.get(eqn.primitive.name, eqn.primitive.name)
     params = frozen({k: v for k, v in eqn.params.items() if k not in DROPPED and v is not None})
-    out = act(ctx, eqn, rels, params=params, partial=partial, op=op, commutes=op in COMMUTATIVE)
+    out = act(ctx, eqn, rels, params=params, partial=partial, op=op, commutes=op in COMMUTATIVE, by_element=True)
     return [resolved(ctx, r, rels) for r in out]
 
 
@@ -67,6 +75,10 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     Values f(x) of a partial maximum x have the kind ``max*``: :mod:`lemmas.bits` has those that are reduced.
     """
     name, x, y = eqn.primitive.name, rels[0], rels[-1]
+    if name == "clamp" and x.number == y.number is not None and not is_float(x.term.dtype):  # to one number
+        return [replace(x, shape=out_shape(eqn))]
+    if name == "clamp" and in_limits(rels[1].term, x.number, y.number):
+        return [rels[1]]
     index = rels[1].term if name == "clamp" else x.term
     if index.op == "convert" and index.args[0].dtype == "bool" and (x.number, y.number) == (0, 1) and name == "clamp":
         return [rels[1]]  # the branch of a condition
@@ -79,6 +91,16 @@ def pointwise(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if not any(r.kind.endswith("*") for r in rels):
         not_partial(rels, name)
     return applied(ctx, eqn, rels, partial_of(rels, name))
+
+
+def in_limits(x: Term, low: Any, high: Any) -> bool:
+    """Whether an integer is clamped to limits already, or the index of a platform."""
+    if x.dtype not in INTEGERS or low is None or high is None:
+        return False
+    if x.op == "platform_index":
+        return low <= 0 and high + 1 >= len(dict(x.params)["platforms"])
+    limits = [number_of(x.args[k]) for k in (0, 2)] if x.op == "clamp" else [None]
+    return None not in limits and low <= limits[0] <= limits[1] <= high  # type: ignore[operator]
 
 
 @elementwise("add", "add_any", "sub")
@@ -107,22 +129,52 @@ def select(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if any(r.kind.endswith("*") for r in rels):
         return applied(ctx, eqn, rels, partial_of(rels, "a choice"))
     not_partial(rels[:1], "a condition")
-    if len(rels) == 3 and any(r.fragmented for r in rels[1:]):
-        return [outside(ctx, *rels)]
+    masked = (one_element(ctx, *rels) or outside(ctx, *rels)) if len(rels) == 3 else None
+    if masked is not None:
+        return [masked]
+    require(not any(r.fragmented for r in rels), "a choice of fragments")
     return applied(ctx, eqn, rels, partial_of(rels[1:], "a choice"))
 
 
-def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel:
-    """where(mask, x, number), of fragments x, whose mask leaves out all elements outside of the array."""
-    x, other, wanted = (yes, no, True) if yes.fragmented else (no, yes, False)
-    dims, value, at = x.fragmented, fill_of(other), leaves(mask.term)
-    if len(dims) != 1 or value is None or len(at) > 1:
-        raise Unverified("a choice of fragments")
-    (d,), axes = dims, axes_of(ctx, mask.term)
-    along = all(n == 1 or k == d for k, n in enumerate(mask.term.shape)) and not mask.sharded
-    require(along and all(t.op == "iota" and t.shape[d] != 1 for t in at), "a choice of fragments by a mask of data")
-    (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
-    return mask_fragments(ctx, x, d, keep == wanted, axes, value)
+def one_element(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
+    """where(i == k, x, number), of the index i along a dim, is x padded along it, if the function as written has this array."""
+    value, (at, *more) = fill_of(no), leaves(mask.term) or [mask.term]
+    dims = [d for d, n in enumerate(mask.term.shape) if n != 1]
+    if value is None or more or at.op != "iota" or mask.term.axes or len(dims) != 1 or yes.term.shape[dims[0]] != 1:
+        return None
+    (d,), term = dims, yes.term
+    (chosen,) = np.nonzero(evaluate(ctx, (), [mask.term], at, np.arange(mask.term.shape[d]))[0][0])
+    for padded in known_pads(ctx, term, value, d):
+        if padded.shape[d] == mask.term.shape[d] and chosen.tolist() == [padded.params[0][1][0]]:
+            return yes.placed({d: mask.spec[d]}).of(padded, yes.shape, yes.placed({d: mask.spec[d]}).spec)
+    return None
+
+
+def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
+    """where(mask, x, number), of blocks or fragments x, by a mask of the device and of the position; None: it is another choice."""
+    for x, other, wanted in ((yes, no, True), (no, yes, False)):
+        one = of_chosen_device(ctx, mask.term, x, wanted) if is_zero(other.term) and not x.partial else None
+        if one is not None:
+            return replace(one, kind="one" if other.term.params == "-0.0" else "sum")
+        value, at = fill_of(other), leaves(mask.term)
+        if value is None or len(at) > 1:
+            continue
+        own = x.fragmented or [d for d, s in enumerate(x.spec) if mask.term.axes.intersection(s)]
+        padded = [d for d in range(len(x.shape)) if mask.term.axes and next(known_pads(ctx, x.term, value, d), None)]
+        for d in own or padded:
+            if len(own) > 1 or any(n != 1 and k != d for k, n in enumerate(mask.term.shape)):
+                continue
+            if mask.term.op == "array" and x.fragmented:  # each device has its block of it
+                axes, keep = mask.spec[d], constant(mask.term).reshape(-1, x.shape[d])
+            elif not mask.sharded and all(t.op == "iota" and t.shape[d] != 1 for t in at):
+                axes = axes_of(ctx, mask.term)
+                (keep,) = evaluate(ctx, axes, [mask.term], *at, values=np.arange(x.shape[d]))
+            else:
+                continue
+            found = mask_fragments(ctx, x, d, keep == wanted, axes, value)
+            if own or not found.fragmented:
+                return found
+    return None
 
 
 @elementwise("mul", "times_power_of_two")

@@ -12,11 +12,11 @@ from jax.extend.core import JaxprEqn
 from jax.lax import GatherScatterMode
 
 from ....compat.jax import aval_of
-from ..device_values import Rows, axes_of, evaluate, leaves, owned
+from ..device_values import INTEGERS, Rows, axes_of, constant_rows, evaluate, leaves, owned
 from ..fragments import take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
-from ..term import Term, constant, frozen, is_zero, number_of
+from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced
 from .table import lemma
 
@@ -37,6 +37,9 @@ def dynamic_slice(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]
             at, axes = starts_of(ctx, start, x.shape[d] - n)
             require(not set(axes) & x.partial, "fragments, over axes along which the value is partial", refused=True)
             x = take_positions(ctx, x, d, at[:, None] + np.arange(n), axes)
+        elif x.spec[d] and start.term.axes and n == 1 and not x.fragmented:  # of the block of the device
+            own, sizes = (x.spec[d], x.shape[d], d), [1 if k == d else m for k, m in enumerate(x.term.shape)]
+            x = x.of(ctx.terms.make("slice_block", own, (x.term, start.term), sizes, x.term.dtype), shape, x.spec)
         else:
             aval = aval_of(eqn.outvars[0]).update(shape=shape)
             ins, partial = [range(len(shape)), ()], x if x.partial else None
@@ -145,7 +148,9 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         rows = tuple(n.start_index_map) == (d,) and d in n.collapsed_slice_dims
         require(rows, "a gather along several sharded dims")
         require(not set(axes) & index.sharded, "a gather at indices that are sharded as the operand is", refused=True)
-        require(bool(index.term.axes), f"a gather along dim {d}, which is sharded over {axes_text(axes)}")
+        require(
+            bool(index.term.axes) or x.shape[d] == 1, f"a gather along dim {d}, which is sharded over {axes_text(axes)}"
+        )
         op, params = "gather_block", (axes, x.shape[d], params, tuple(o for o in range(rank) if o not in n.offset_dims))
         unsharded.remove(d)
     return act(ctx, eqn, rels, ins=ins, outs=[out], unsharded=unsharded, params=params, op=op, partial=x)
@@ -153,22 +158,22 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def rows_at(ctx: Context, eqn: JaxprEqn, x: Rel, index: Rel) -> Rel | None:
     """Rows of a block at constant indices, of which devices may have other ones."""
-    n = eqn.params["dimension_numbers"]
-    if index.term.op != "array" or len(index.shape) != 2 or len(n.start_index_map) != 1 or index.spec[1]:
+    at = constant_rows(index.term, eqn.params["dimension_numbers"], len(x.shape))
+    if at is None or index.spec[1]:
         return None
-    (d,), others = n.start_index_map, tuple(k for k in range(len(x.shape)) if k not in n.start_index_map)
-    rows = (n.collapsed_slice_dims, n.offset_dims, n.operand_batching_dims) == ((d,), others, ())
-    at = constant(index.term).astype(np.int64).reshape(-1, index.shape[0])
+    d, at = eqn.params["dimension_numbers"].start_index_map[0], at.reshape(-1, index.shape[0])
     inside = bool(((at >= 0) & (at < x.shape[d])).all())
-    if not rows or not inside or x.term.shape[d] == 1 or out_shape(eqn) != x.resized(d, at.shape[1]):
+    if not inside or x.term.shape[d] == 1 or out_shape(eqn) != x.resized(d, at.shape[1]):
         return None
-    return take_positions(ctx, x, d, at, index.spec[0]) if index.spec[0] or x.spec[d] else None
+    return take_positions(ctx, x, d, at, index.spec[0])
 
 
 def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], out: Sequence[Any]) -> Rel | None:
     """x[argmax(x)], along one dim, is the extremum of a block; the index of the first block with the largest one, and in it of the
     first largest element, is argmax(x)."""
-    terms, at = ctx.terms, index.term.args[0] if index.term.op == "reshape" else index.term
+    terms, at = ctx.terms, index.term
+    while at.op == "reshape" or (at.op == "convert" and "8" not in at.dtype and at.args[0].dtype in INTEGERS):
+        (at,) = at.args
     along = [k for k, pair in enumerate(itertools.zip_longest(labels, out)) if pair[0] != pair[1]]
     if len(along) != 1 or len(out) != len(labels):
         return None

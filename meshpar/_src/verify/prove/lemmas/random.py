@@ -21,10 +21,12 @@ OPS = "seed wrap unwrap split fold_in clone gamma".split()
 
 @lemma(*(f"random_{op}" for op in OPS))
 def keys(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Functions of full arrays of keys."""
+    """Functions of each key: leading dims are carried along. Words of keys, new keys and bits are further dims."""
     not_partial(rels, eqn.primitive.name)
     params = frozen({**eqn.params, "impl": str(eqn.params.get("impl"))})
-    return act(ctx, eqn, rels, unsharded=ALL, params=params)
+    shared = min(len(s) for s in (out_shape(eqn), *(r.shape for r in rels)))
+    labels = range(shared) if eqn.primitive.name != "random_gamma" else ()
+    return act(ctx, eqn, rels, unsharded=[d for d in ALL if d not in labels], params=params)
 
 
 @lemma("random_bits")

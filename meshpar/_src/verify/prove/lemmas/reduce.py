@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ....compat.jax import aval_of
 from ..laws import act, not_partial, partial_of
-from ..relation import Context, Rel, Unverified, out_dtype, out_shape, require
-from ..term import frozen
+from ..relation import Context, Fragments, Rel, Unverified, out_dtype, out_shape, require
+from ..term import frozen, table_of
 from ..windows import block_of_windows, candidates, reads, scattered
 from .table import lemma
 
@@ -21,29 +24,60 @@ NEUTRAL = {
 """Op of windows → the values outside of an array that do not change its results."""
 KINDS = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "reduce_or": "max", "reduce_and": "min"}
 """Reduction → the kind of its partial results; a disjunction of booleans is their maximum."""
+NEUTRAL_OF = {"sum": ("0.0", "-0.0", "0"), "max": ("-inf", "False"), "min": ("inf", "True")}
+"""Kind → the numbers that do not change a reduction."""
 
 
 @lemma(*KINDS)
 def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Σ over a sharded dim is the sum over devices of the sums of their blocks: partial over its axes. Along a dim where x is
     constant, Σ is n x."""
-    (x,), axes, name = rels, [int(a) for a in eqn.params["axes"]], eqn.primitive.name
+    return [reduced_along(ctx, rels[0], eqn.params["axes"], eqn.primitive.name, aval_of(eqn.outvars[0]))]
+
+
+def reduced_along(ctx: Context, x: Rel, axes: Sequence[int], name: str, aval: Any) -> Rel:
+    """A reduction along dims, whose result has a shape and a dtype."""
     kind, term, over = KINDS[name], x.term, frozenset(a for d in axes for a in x.spec[d])
-    if name in ("reduce_or", "reduce_and") and out_dtype(eqn) != "bool":
+    for d in axes:
+        if isinstance(x.spec[d], Fragments):
+            term = ctx.terms.take(term, d, elements_once(x.spec[d], NEUTRAL_OF.get(kind, ()), kind != "sum"))
+        elif term.op == "take" and term.params[0] == d:  # in any order
+            term = ctx.terms.take(term.args[0], d, np.sort(table_of(term)))
+    if name in ("reduce_or", "reduce_and") and str(aval.dtype) != "bool":
         kind = name.removeprefix("reduce_")  # of the bits of integers, which no extremum reduces
     require(not x.partial or x.kind == kind, f"{name} of a partial {x.kind}", refused=True)
     require(kind == "sum" or not x.partial & over, "a reduction over its own partial axes", refused=True)
     varying = tuple(d for d in axes if term.shape[d] != 1)
-    require(all(x.shape[d] for d in axes if d not in varying), f"{name} of no elements")
+    require(kind == "sum" or all(x.shape[d] for d in axes if d not in varying), f"{name} of no elements")
     if varying:
         sizes = [1 if d in varying else n for d, n in enumerate(term.shape)]
         term = ctx.terms.make(name, varying, (term,), sizes, term.dtype)
     if kind == "sum":
         term = ctx.terms.scale(term, Fraction(math.prod(x.shape[d] for d in axes if d not in varying)))
     keep = [d for d in range(len(x.shape)) if d not in axes]
-    term = ctx.terms.convert(ctx.terms.reshape(term, [term.shape[d] for d in keep]), out_dtype(eqn))
+    term = ctx.terms.convert(ctx.terms.reshape(term, [term.shape[d] for d in keep]), aval.dtype)
     partial = x.partial | over
-    return [Rel(term, out_shape(eqn), tuple(x.spec[d] for d in keep), partial, kind if partial else "sum")]
+    return Rel(term, tuple(aval.shape), tuple(x.spec[d] for d in keep), partial, kind if partial else "sum")
+
+
+def elements_once(entry: Fragments, neutral: Sequence[str], repeats: bool) -> np.ndarray:
+    """The elements of fragments, in order, each of which one device has, once; ``repeats``: or several."""
+    index = entry.array[..., 0].ravel()
+    require(entry.origin is None, "a reduction of incomplete sums")
+    require(entry.fill is None or entry.fill[1] in neutral, "a reduction of numbers outside of an array")
+    found = np.unique(index[index >= 0])
+    require(len(found) > 0 and (repeats or len(found) == (index >= 0).sum()), "a sum of elements that devices repeat")
+    return found
+
+
+@lemma("reduce")
+def custom(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
+    """A reduction of several arrays together, by any function, along dims that are not sharded."""
+    n, rank, name = len(rels) // 2, len(rels[0].shape), eqn.primitive.name
+    not_partial(rels, name)
+    params, dims = {k: v for k, v in eqn.params.items() if k != "computation"}, eqn.params["dimensions"]
+    ins, outs = [range(rank)] * n + [()] * n, [[d for d in range(rank) if d not in dims]] * n
+    return act(ctx, eqn, rels, ins=ins, outs=outs, unsharded=dims, params=frozen(params))
 
 
 @lemma(

@@ -14,6 +14,7 @@ from ....compat.jax import aval_of
 from ..fragments import concatenate_fragments, pad_fragments, take_positions
 from ..laws import act, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..term import Term
 from .table import lemma
 
 
@@ -167,6 +168,13 @@ def split(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     return out
 
 
+def uniform(term: Term) -> str | None:
+    """The number that all elements of a term are, as the text in a literal; None: they are not one number."""
+    while term.op == "expand":
+        (term,) = term.args
+    return term.params if term.op == "literal" else None
+
+
 @lemma("concatenate", "stack")
 def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Blocks that are sharded alike along the other dims, one after the other; all are partial over the same axes, or 0.
@@ -181,6 +189,16 @@ def concatenate(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     if fragments is not None:
         return [fragments]
     widths, partial = tuple(r.shape[d] for r in rels), partial_of(rels, "values side by side")
+    inner = [k for k, r in enumerate(rels) if uniform(r.term) is None]
+    values = {uniform(r.term) for k, r in enumerate(rels) if k not in inner}
+    if len(inner) == len(values) == 1 and rels[inner[0]].term.shape[d] == widths[inner[0]]:  # padding with a number
+        (k,), (value,) = inner, (ctx.terms.make("literal", text, (), (), rels[0].term.dtype) for text in values)
+        low, high = sum(widths[:k]), sum(widths[k + 1 :])
+        if not low + high:
+            return [rels[k]]
+        params, numbers = ((d, (low, high, 0)),), [rels[k], ctx.replicated(value, ())]
+        labels = range(len(rels[k].shape)), ()
+        return act(ctx, eqn, numbers, ins=labels, unsharded=[d], params=params, partial=partial, op="pad")
     complete = all(r.term.shape[d] == n for r, n in zip(rels, widths, strict=True))
     term = ctx.terms.concatenate_slices([r.term for r in rels], d) if complete else None
     return act(ctx, eqn, rels, unsharded=[d], params=(d, widths), partial=partial, op="concatenate", term=term)
@@ -199,7 +217,8 @@ def pad(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 @lemma("rev")
 def rev(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """The elements of dims that are not sharded in the opposite order; a constant is the same in every order."""
+    """The elements of dims in the opposite order; a constant is the same in every order."""
     (x,) = rels
-    dims = tuple(sorted(d for d in eqn.params["dimensions"] if x.term.shape[d] != 1))
-    return act(ctx, eqn, rels, unsharded=dims, params=dims, partial=x) if dims else [x]
+    for d in sorted(d for d in eqn.params["dimensions"] if x.term.shape[d] != 1):
+        x = taken(ctx, x, d, np.arange(x.shape[d])[::-1])
+    return [x]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
@@ -24,8 +25,12 @@ def lemma(*primitives: str) -> Callable[[Lemma], Lemma]:
     return register
 
 
-def lemma_of(eqn: JaxprEqn) -> Lemma | None:
-    """The lemma of an equation; None if there is none."""
+def lemma_of(eqn: JaxprEqn, mesh: Container[Any]) -> Lemma | None:
+    """The lemma of an equation; None if there is none, as for collectives over named axes that are not of the mesh."""
+    names = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    named = [a for a in (names if isinstance(names, tuple) else (names,)) if isinstance(a, str)]
+    if named and not any(a in mesh for a in named):
+        return None
     local = str(eqn.params.get("name", "")).startswith(LOCAL_FORM)
     return LEMMAS.get(LOCAL_FORM if local else eqn.primitive.name)
 
