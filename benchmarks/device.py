@@ -48,10 +48,11 @@ import nvlink_cases
 import tasks
 from tasks import PATHS, Outcome, Outcomes, Task, read
 
-from meshpar_kernels import tuning
+from meshpar_kernels import tuning_table
+from meshpar_kernels.config import Config
 from meshpar_kernels.isolation import WorkerError
 from meshpar_kernels.tuner import MARGIN
-from meshpar_kernels.tuning import Config, MatmulKey
+from meshpar_kernels.tuning_table import MatmulKey
 
 OURS = "meshpar"
 TARGET = "device_tasks:run"
@@ -230,9 +231,9 @@ def _seconds(outcome: Outcome | None) -> float | None:
 # -- the report
 
 
-def tuned_table(machine: Mapping[str, Any], outcomes: Outcomes) -> tuning.Table:
+def tuned_table(machine: Mapping[str, Any], outcomes: Outcomes) -> tuning_table.Table:
     """The entries of configurations that beat the analytic choice."""
-    classes: dict[str, dict[str, tuning.Entry]] = {}
+    classes: dict[str, dict[str, tuning_table.Entry]] = {}
     for name, (_, matmul) in tuned_matmuls().items():
         listed = outcomes.get(f"configs/{name}")
         if listed is None or listed.status != "ok":
@@ -249,7 +250,7 @@ def tuned_table(machine: Mapping[str, Any], outcomes: Outcomes) -> tuning.Table:
             continue  # nothing to compare with
         best = min(found, key=lambda config: found[config])
         if found[best] < MARGIN * found[first]:
-            entry = tuning.Entry(best, found[best], found[first], machine["jax"])
+            entry = tuning_table.Entry(best, found[best], found[first], machine["jax"])
             classes[matmul.shape_class] = {"bfloat16": entry}
     return {machine["device"]: classes} if classes else {}
 
@@ -499,7 +500,7 @@ def run_all(options: argparse.Namespace) -> int:
     runner.run(tunings(runner.outcomes))
     text = report(machine, runner.outcomes)
     (options.out / "results.md").write_text(text)
-    tuning.write(options.out / "tuned.json", tuned_table(machine, runner.outcomes))
+    tuning_table.write(options.out / "tuned.json", tuned_table(machine, runner.outcomes))
     planned = [*values(names or []), *steps(), *timed, *config_lists(), *tunings(runner.outcomes)]
     missing = sum(task.id not in runner.outcomes and runner.wanted(task) for task in planned)
     wrong = [o.id for o in runner.outcomes.values() if o.id.startswith("value/") and o.status not in ("ok", "refused")]

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, ring_attention, scaled_grouped_matmul
+from meshpar_kernels.config import Config
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference, tpu_gather
 from meshpar_kernels.routing import tpu as routing_tpu
 from meshpar_kernels.shapes import MATMULS, MODELS, AttentionShape
-from meshpar_kernels.tuning import Config, MatmulKey
+from meshpar_kernels.tuning_table import MatmulKey
 
 TOKENS = 8192
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32

@@ -28,7 +28,7 @@ import numpy as np
 
 from meshpar_kernels import tuner
 from meshpar_kernels.timing import device_seconds
-from meshpar_kernels.tuning import MatmulKey
+from meshpar_kernels.tuning_table import MatmulKey
 
 OURS = "meshpar"
 

@@ -442,7 +442,7 @@ def executed(shape: str) -> str:
 
     from meshpar_kernels.grouped_matmul import schedule, tpu_tiles
     from meshpar_kernels.shapes import MATMULS
-    from meshpar_kernels.tuning import MatmulKey
+    from meshpar_kernels.tuning_table import MatmulKey
 
     s = MATMULS[shape]
     tile = tpu_tiles.pick_tile(MatmulKey("grouped_matmul", s.m, s.k, s.n, s.groups), 2)

@@ -80,10 +80,10 @@ PROVEN = ("lower", "rules", "plan")
 TESTS_OF = {
     "entry/__init__.py": ["test_api.py"],
     "entry/arguments.py": ["test_jitted.py", "test_tracing.py"],
-    "entry/tune_kernels.py": ["kernels/test_tuning.py"],
+    "entry/tune_kernels.py": ["kernels/test_tuning_table.py"],
     "entry/local_sgd.py": ["pods/test_local_sgd.py"],
     "entry/move.py": ["moves/test_move.py"],
-    "entry/api.py": ["test_api.py", "measurement/test_calibrate.py", "program/test_guessed_names.py"],
+    "entry/api.py": ["test_api.py", "measurement/test_calibrate.py", "program/test_inferred_names.py"],
     "entry/tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
     "entry/compiled.py": ["test_jitted.py", "test_api.py"],
     "plan_api.py": ["test_api.py", "hardware/test_calibration.py", "report/test_facts.py"],

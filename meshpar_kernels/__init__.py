@@ -16,6 +16,7 @@ from meshpar_kernels.collectives import all_gather as all_gather
 from meshpar_kernels.collectives import all_reduce as all_reduce
 from meshpar_kernels.collectives import all_reduce_small as all_reduce_small
 from meshpar_kernels.collectives import reduce_scatter as reduce_scatter
+from meshpar_kernels.config import Config as Config
 from meshpar_kernels.dispatch import Dispatch as Dispatch
 from meshpar_kernels.dispatch import expert_combine as expert_combine
 from meshpar_kernels.dispatch import expert_dispatch as expert_dispatch
@@ -34,4 +35,3 @@ from meshpar_kernels.routing import RoutePlan as RoutePlan
 from meshpar_kernels.routing import combine as combine
 from meshpar_kernels.routing import permute as permute
 from meshpar_kernels.routing import route as route
-from meshpar_kernels.tuning import Config as Config

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar_kernels import _compat
+from meshpar_kernels.config import Config
 from meshpar_kernels.grouped_matmul import gpu, grouped_matmul, grouped_matmul_transpose, tpu_tiles
 from meshpar_kernels.isolation import Worker
 from meshpar_kernels.timing import device_seconds
-from meshpar_kernels.tuning import Config, Entry, MatmulKey
+from meshpar_kernels.tuning_table import Entry, MatmulKey
 
 MARGIN = 0.98
 """A choice replaces the analytic one if its time is below this fraction: medians vary by one or two percent."""

@@ -15,6 +15,7 @@ import textwrap
 import urllib.request
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -451,6 +452,29 @@ def test_what_the_compiler_refuses_has_status_one(run, monkeypatch):
     status, _, err = run("compile small --mesh data=4 --layout fsdp")
     assert status == 1
     assert err.endswith("OutOfMemoryError: step needs 200 GB of the 95 GB of a device\n")
+
+
+def test_tuned_options_are_written_and_read(run, monkeypatch, tmp_path):
+    file = tmp_path / "tuned.json"
+
+    def compile_with(*_, compiler_options, **how):
+        assert how["effort"] == "full"
+        seconds = 0.9 if "xla_latency_hiding_scheduler_rerun" in compiler_options else 1.0
+        return SimpleNamespace(scheduled_seconds=seconds, memory=SimpleNamespace(peak=1))
+
+    monkeypatch.setattr(mp, "compile", compile_with)
+    status, out, err = run("tune-options small --topology v5p:2x2x2 --out", str(file), "--json")
+    found = json.loads(out)
+    assert (status, found["values"]) == (0, {"xla_latency_hiding_scheduler_rerun": 2}), err
+    assert (found["seconds"], found["auto_seconds"], found["chip"]) == (0.9, 1.0, "v5p")
+    status, out, _ = run("plan small --topology v5p:2x2x2 --options", str(file), "--json")
+    assert json.loads(out)["options"]["values"]["xla_latency_hiding_scheduler_rerun"] == 2
+    monkeypatch.setattr(
+        mp, "compile", lambda *_, **__: SimpleNamespace(scheduled_seconds=1.0, memory=SimpleNamespace(peak=1))
+    )
+    assert run("tune-options small --topology v5p:2x2x2")[0] == 1
+    status, _, err = run("tune-options small --mesh data=4")
+    assert (status, "only the TPU compiler" in err) == (2, True)
 
 
 # -- bad input

@@ -134,6 +134,31 @@ def test_an_outer_axis_with_the_name_of_a_mesh_axis(lowering, what):
             np.testing.assert_allclose(loss(run)(two), loss(fn)(two))
 
 
+OUTER = {
+    "gather": lambda x: lax.all_gather(x, "i"),
+    "gather, tiled": lambda x: lax.all_gather(x, "i", axis=1, tiled=True),
+    "scatter": lambda x: lax.psum_scatter(x, "i", scatter_dimension=1),
+    "scatter, tiled": lambda x: lax.psum_scatter(x, "i", tiled=True),
+    "exchange": lambda x: lax.all_to_all(x, "i", 0, 2),
+    "exchange of one dim": lambda x: lax.all_to_all(x, "i", 1, 1, tiled=True),
+    "permute": lambda x: lax.ppermute(x, "i", [(n, (n + 1) % 4) for n in range(4)]),
+}
+
+
+@pytest.mark.parametrize(("what", "lowering"), covering.each(OUTER, ["shard_map", "jit"]))
+def test_collectives_over_an_outer_axis(what, lowering):
+    """Dims that they exchange are gathered; others stay sharded."""
+    fn = lambda x: OUTER[what](x * 2) + 1  # noqa: E731
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4, 4, 8)))
+    run = mp.jit(fn, mesh="x=2, y=2, z=2", layout="a: y; b: x; c: z", dims={"x": "a b c"}, lowering=lowering)
+    np.testing.assert_allclose(jax.vmap(run, axis_name="i")(x), jax.vmap(fn, axis_name="i")(x), rtol=1e-6)
+
+
+def test_matmuls_of_empty_arrays_over_axes_in_another_order():
+    run = mp.jit(lambda x, w: x @ w, mesh="x=2, y=2, z=2", layout="d: z+y", dims={"x": "d _"}, lowering="jit")
+    np.testing.assert_array_equal(run(jnp.ones((8, 0)), jnp.ones((0, 3))), np.zeros((8, 3)))
+
+
 # -- arguments
 
 

@@ -15,7 +15,7 @@ from .cost.decoding import Decoding, decoding_of
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
 from .hardware.calibration import CalibrationLike, calibrations
-from .hardware.options import OptionsMode
+from .hardware.options import OptionsLike, check_options
 from .layout import Layout
 from .mesh import MeshLike, planned_mesh
 from .passes import replan
@@ -104,7 +104,7 @@ class Plan(record.Plan, report.Document):
         strict: bool = False,
         lowering: str | None = None,
         overlap: str | None = None,
-        options: OptionsMode | None = None,
+        options: OptionsLike | None = None,
         calibration: CalibrationLike = None,
     ) -> Plan:
         """The plan of the same program under another layout or on another mesh: nothing is traced or named again.
@@ -130,7 +130,7 @@ class Plan(record.Plan, report.Document):
             "mesh": planned_mesh(mesh, topology) if isinstance(mesh, str | Mapping | AbstractMesh) else mesh,
             "lowering": lowering,
             "overlap": overlap,
-            "options": options,
+            "options": None if options is None else check_options(options),
             "calibrations": None if calibration is None else calibrations(calibration),
         }
         changes = {name: value for name, value in changes.items() if value is not None}

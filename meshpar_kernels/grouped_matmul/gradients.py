@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 from meshpar_kernels._arithmetic import no_tangent, row_dots
+from meshpar_kernels.config import Config
 from meshpar_kernels.grouped_matmul.activations import activate
 from meshpar_kernels.grouped_matmul.matmuls import Options, gather, run
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem, TransposeProblem
-from meshpar_kernels.tuning import Config
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

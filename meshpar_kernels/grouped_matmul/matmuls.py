@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from meshpar_kernels._choose import dispatch
+from meshpar_kernels.config import Config
 from meshpar_kernels.grouped_matmul import gpu, reference, tokamax_dot, tpu, tpu_tiles, tpu_transpose, xla
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference as routing_reference
 from meshpar_kernels.routing import tpu_gather
-from meshpar_kernels.tuning import Config, lookup
+from meshpar_kernels.tuning_table import lookup
 
 
 @dataclasses.dataclass(frozen=True)

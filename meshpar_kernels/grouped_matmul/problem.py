@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar_kernels.grouped_matmul.schedule import group_bounds
-from meshpar_kernels.tuning import MatmulKey
+from meshpar_kernels.tuning_table import MatmulKey
 
 STATIC: dict[str, Any] = {"static": True}
 """Metadata of the fields that are no arrays, for `jax.tree_util.register_dataclass`."""

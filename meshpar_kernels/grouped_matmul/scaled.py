@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import dispatch, refuse_sharded
 from meshpar_kernels._quantize import LARGEST, dequantize, quantize
+from meshpar_kernels.config import Config, keywords_in_config, only_num_sms
 from meshpar_kernels.grouped_matmul import hopper_scaled
 from meshpar_kernels.grouped_matmul.api import (
     as_offset,
@@ -19,7 +20,6 @@ from meshpar_kernels.grouped_matmul.api import (
     grouped_matmul_transpose,
 )
 from meshpar_kernels.grouped_matmul.hopper_scaled import BLOCK
-from meshpar_kernels.tuning import Config, keywords_in_config, only_num_sms
 
 
 @keywords_in_config("num_sms")

@@ -13,7 +13,7 @@ from jax.experimental.pallas import cdiv
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem
-from meshpar_kernels.tuning import MatmulKey
+from meshpar_kernels.tuning_table import MatmulKey
 
 
 def vmem_to_plan_with() -> int:

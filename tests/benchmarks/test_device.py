@@ -5,7 +5,8 @@ from pathlib import Path
 import device
 import pytest
 
-from meshpar_kernels import tuning
+from meshpar_kernels import tuning_table
+from meshpar_kernels.config import Config
 
 HELPERS = str(Path(__file__).parents[1] / "helpers")
 
@@ -71,9 +72,9 @@ def test_configurations_are_tuned_separately(command, tmp_path):
     assert status == 0
     found = statuses(outcomes, "tune/forward/g64/")
     assert sorted(found.values()) == ["crashed", "ok", "ok"]
-    table = tuning.read(tmp_path / "out" / "tuned.json")
+    table = tuning_table.read(tmp_path / "out" / "tuned.json")
     (entry,) = (dtypes["bfloat16"] for dtypes in table["Stub"].values())
-    assert entry == tuning.Entry(tuning.Config((128, 64, 128)), 1e-3, 2e-3, "0.11")
+    assert entry == tuning_table.Entry(Config((128, 64, 128)), 1e-3, 2e-3, "0.11")
 
 
 def test_without_an_accelerator_it_says_so(command, capsys, monkeypatch):

@@ -28,7 +28,7 @@ def under_an_axis(w: Writer) -> None:
     w.forward_only = True  # a gradient would be summed over the axis
     w.emit(w.of([
         f"{x.name}.sum() / lax.psum(1, '{OUTER}')", f"{x.name} * lax.axis_size('{OUTER}')", f"lax.psum({x.name}, '{OUTER}') * 0.5", f"{x.name} - lax.pmean({x.name}, '{OUTER}')", f"{x.name} + lax.axis_index('{OUTER}')", f"lax.psum({x.name}, '{OUTER}').sum()",
-        f"lax.all_gather({x.name}, '{OUTER}').max(0)",
+        f"lax.all_gather({x.name}, '{OUTER}').max(0)", f"lax.ppermute({x.name}, '{OUTER}', [(n, n - 1) for n in range(1, lax.axis_size('{OUTER}'))] + [(0, lax.axis_size('{OUTER}') - 1)])",
     ]), scale=False, kind="o")  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Options of the TPU compiler: the options of a plan, which collectives they make asynchronous, and their effect."""
 
+import dataclasses
 import importlib.util
 import json
 
@@ -9,8 +10,9 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
+from meshpar._src.compat.versions import installed_version
 from meshpar._src.hardware.chips import CHIPS
-from meshpar._src.hardware.options import GROUPS, choose_options
+from meshpar._src.hardware.options import GROUPS, TunedOptions, choose_options, read_tuned
 from meshpar._src.hardware.topology import topology_devices
 from meshpar.errors import UnsupportedError
 
@@ -81,6 +83,46 @@ def test_options_that_a_compiler_does_not_know_are_left_out_as_a_group_and_said(
     assert not set(GATHERS.values) & set(chosen.values)
     assert (GATHERS, "no such option") in chosen.left_out
     assert "all-gather" in chosen.sync_collectives(CHIPS["v5p"])
+
+
+TUNED = TunedOptions(
+    "llama.py", "v5p", installed_version("libtpu") or "0.0.42", {"xla_tpu_rwb_fusion": False}, 0.8, 1.0
+)
+
+
+def test_a_file_of_tuned_options_adds_to_those_of_the_plan(tmp_path, mesh):
+    TUNED.write(file := tmp_path / "tuned.json")
+    plan, auto = planned("v5p:2x2x2", options=file), planned("v5p:2x2x2")
+    assert plan.options.values == auto.options.values | TUNED.values
+    assert planned("v5p:2x2x2", options=str(file), compiler_options={"xla_tpu_rwb_fusion": True}).options.values == (
+        auto.options.values | {"xla_tpu_rwb_fusion": True}
+    )
+    assert auto.replan(options=file).options.values == plan.replan(layout="batch: data; embed: data").options.values
+    assert json.loads(plan.to_json())["options"]["mode"] == str(file)
+    assert "llama.py: 1000.0 → 800.0 ms" in json.loads(plan.to_json())["options"]["groups"][-1]["measured"]
+    made = mp.jit(step, mesh=mesh, options=file, **HOW)  # on CPUs, which do not know the option
+    made.lower(STATE, X).compile()
+    assert "searched for v5p, not for this machine" in " ".join(str(made.plan(STATE, X)).split())
+
+
+@pytest.mark.parametrize(
+    ("chip", "compiler", "says"),
+    [("v5e", "0.0.42", "searched for v5p, not for v5e"), ("v5p", "0.0.41", "0.0.42 is installed")],
+)
+def test_tuned_options_of_another_chip_or_compiler_are_left_out_and_said(chip, compiler, says, monkeypatch):
+    monkeypatch.setattr("meshpar._src.hardware.options.installed_version", lambda package: "0.0.42")
+    tuned = dataclasses.replace(TUNED, compiler=compiler)
+    chosen = choose_options(CHIPS[chip], {"all-gather"}, tuned)
+    assert chosen.groups == choose_options(CHIPS[chip], {"all-gather"}).groups
+    (group, reason), *_ = chosen.left_out
+    assert (group.values, says in reason) == (TUNED.values, True)
+
+
+def test_files_that_are_no_tuned_options(tmp_path):
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    for name in ("other.json", "none.json"):
+        with pytest.raises(UnsupportedError, match="not a file of tuned options"):
+            read_tuned(tmp_path / name)
 
 
 def test_a_mode_that_does_not_exist_is_refused(mesh):

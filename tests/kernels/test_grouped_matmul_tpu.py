@@ -13,7 +13,7 @@ from kernel_cases import SIZES, near, quantized
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
 from meshpar_kernels.grouped_matmul import tpu_tiles
 from meshpar_kernels.shapes import MATMULS
-from meshpar_kernels.tuning import MatmulKey
+from meshpar_kernels.tuning_table import MatmulKey
 
 RNG = np.random.default_rng(2)
 M, K, N, G = 300, 256, 256, 4

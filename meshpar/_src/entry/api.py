@@ -104,7 +104,9 @@ def jit(
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
       options: ``"auto"``: for TPUs, the compiler options of :mod:`hardware.options` for the chip and the collectives of the
         plan, without those that the installed compiler does not know; none within another ``jax.jit``, which refuses options.
-        ``"off"`` or None: none. The plan's ``options`` list them, the reasons, and the ones left out.
+        ``"off"`` or None: none. The path of a file that ``meshpar tune-options`` wrote for this program: those of ``"auto"``, and
+        the file's; not for another chip, or with another version of libtpu. The plan's ``options`` list them, the reasons, and
+        the ones left out.
       compiler_options: as in ``jax.jit``; they take precedence.
       calibration: the result of :func:`calibrate`, or the file it was saved to. ``.plan`` and ``overlap="auto"`` then use the
         measured efficiencies instead of the chip table's, and give estimates for devices that are not in the table (CPUs).

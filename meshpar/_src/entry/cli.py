@@ -1,5 +1,5 @@
-"""The command line: ``meshpar plan|run-plan|lab|compile|search|calibrate|prove|check|diff TARGET``, and ``launch``, ``manifest``,
-``checkpoint``, ``tune-kernels``, ``doctor``."""
+"""The command line: ``meshpar plan|run-plan|lab|compile|search|tune-options|calibrate|prove|check|diff TARGET``, and ``launch``,
+``manifest``, ``checkpoint``, ``tune-kernels``, ``doctor``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from ..passes.advice import fix_of_slices, flags_of, slice_traffic
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
-from ..progress import Progress, progress_line
+from ..progress import Counted, Progress, progress_line
 from ..report.document import shown_text
 from ..report.facts import fits
 from ..report.hints import topology_for_state
@@ -55,7 +55,8 @@ from ..report.text import plan_renderable
 from ..runs import RunOptions, run_plan_of
 from ..search import SearchOptions
 from ..search.result import quiet
-from ..units import format_memory, format_seconds, mesh_text
+from ..units import format_memory, format_seconds, mesh_text, parse_duration
+from ..verify.tuned_options import Tuning, tune
 from . import starting
 from .api import named_program
 from .api import plan as plan_of
@@ -158,7 +159,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> N
 GROUPS = {
     "Inspect layouts": ("plan", "run-plan", "diff", "search", "lab", "names"),
     "Verify": ("prove", "check", "compile"),
-    "Measure on devices": ("calibrate", "tune-kernels"),
+    "Tune": ("tune-options", "calibrate", "tune-kernels"),
     "Run": ("launch", "manifest", "checkpoint"),
     "Environment": ("doctor",),
 }
@@ -368,6 +369,18 @@ def _compile_arguments(add: Add) -> None:
     _one_plan(add, TOPOLOGY + "; without one, for as many CPUs as the mesh has")
     add("--effort", choices=("fast", "full"), default="fast", help="of the compiler (%(default)s)")
     add("--html", metavar="FILE", help="write the comparison with the plan, and the collectives, as an HTML page")
+
+
+def _tune_options_arguments(add: Add) -> None:
+    """Add the arguments of ``meshpar tune-options``."""
+    _one_plan(add, "the slice of TPUs: v5p:4x4x8")
+    add("--budget", metavar="TIME", default="20m", type=parse_duration, help="time for compilations (%(default)s)")
+    add(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="write the options that shorten the step, for options=FILE and --options FILE",
+    )
 
 
 def _search_arguments(add: Add) -> None:
@@ -598,6 +611,37 @@ def _compile(args: argparse.Namespace) -> int:
     compiled = _call(args, mp.compile, target, **where, layout=layout, effort=args.effort, progress=True)
     _show(args, compiled)
     return 0
+
+
+@_command(_tune_options_arguments, "options of the TPU compiler that shorten the step, by its schedules at full effort")
+def _tune_options(args: argparse.Namespace) -> int:
+    """``meshpar tune-options``: compile the step with one candidate after the other; exit status 1 if none shortens it."""
+    target = _target(args)
+    plan = _planned(args, target, args.mesh, args.topology, args.layout)
+    if plan.chip is None or not plan.chip.compiler.clock_hz:
+        raise TargetError(
+            "tune-options: only the TPU compiler says how long its schedules take", fixes=["--topology v5p:4x4x8"]
+        )
+    mesh, layout = mesh_text(plan.sizes), plan.requested_layout or plan.layout
+
+    def compiled(values: Mapping[str, Any]) -> mp.types.Compiled:
+        where = {"mesh": mesh, "topology": args.topology, "layout": layout}
+        return _call(args, mp.compile, target, **where, effort="full", progress=False, compiler_options=values)
+
+    with progress_line("compiling as planned", "auto") as tell:
+
+        def show(found: Tuning) -> None:
+            """The progress after a compilation."""
+            done = len(found.tries)
+            tell(Counted(f"shortest step {format_seconds(found.seconds)}", done, done + found.left))
+
+        found = tune(compiled, args.budget, plan.options.groups, show)
+    tuned = found.tuned(f"{args.target}, {mesh} on {args.topology}, {layout}", plan.chip.name)
+    if args.out and found.values:
+        tuned.write(args.out)
+        _say(args, f"wrote {args.out}")
+    _show(args, found, as_json=json.dumps(dataclasses.asdict(tuned)), text=shown_text(found))
+    return 0 if found.values else 1
 
 
 @_command(_search_arguments, "the layout and the mesh of the shortest step that fits, by its plan")

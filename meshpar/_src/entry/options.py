@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ...errors import UnsupportedError
 from ..dims import DimsLike, PathDims, check_choice, did_you_mean, parse_names
 from ..hardware.calibration import CalibrationLike, Calibrations, calibrations
-from ..hardware.options import OptionsMode, check_options
+from ..hardware.options import OptionsLike, check_options
 from ..lower import LOWERINGS
 from ..options import names, option
 from ..passes.collective_matmul import MODES
@@ -42,7 +42,7 @@ class StepKeywords(TypedDict, total=False):
     donate_argnums: int | Sequence[int] | None
     donate_argnames: str | Iterable[str] | None
     keep_unused: bool
-    options: OptionsMode | None
+    options: OptionsLike | None
     compiler_options: Mapping[str, Any] | None
     calibration: CalibrationLike
 
@@ -95,7 +95,12 @@ class StepOptions:
         flag="--donate",
     )
     keep_unused: bool = False
-    options: OptionsMode = option("auto", "options of the TPU compiler: meshpar's, or none (%(default)s)")
+    options: OptionsLike = option(
+        "auto",
+        "options of the TPU compiler: auto, off, or a file of `meshpar tune-options` (%(default)s)",
+        choices=None,
+        metavar="MODE",
+    )
     compiler_options: Mapping[str, Any] = option(None)
     calibration: Calibrations = option(
         None, "the result of `meshpar calibrate` on such devices, instead of the chip table", metavar="FILE"

@@ -30,7 +30,7 @@ from ..flax import Leaf, capture_names, flatten_named, with_states
 from ..iterables import grouped
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
-from ..program.guessed_names import inferred_dims, inferred_dims_of_data
+from ..program.inferred_names import inferred_dims, inferred_dims_of_data
 from ..program.ir import Join, Value
 from ..program.patterns import patterns_of
 from ..program.primitives import rename_dims_p

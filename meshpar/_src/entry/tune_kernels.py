@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
-from meshpar_kernels import tuner, tuning
+from meshpar_kernels import tuner, tuning_table
 from meshpar_kernels._compat import device_kind
 from meshpar_kernels.isolation import WorkerError
 from meshpar_kernels.shapes import MATMULS, MatmulShape
-from meshpar_kernels.tuning import MatmulKey
+from meshpar_kernels.tuning_table import MatmulKey
 
 from ...errors import CheckError, TargetError
 from ..console import console_of
@@ -95,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
     With --list, print the table instead.
     """
     console = console_of(sys.stdout)
-    file = args.table or tuning.path()
+    file = args.table or tuning_table.path()
     wanted = [] if args.list else list(matmul_keys(args.shape))
     platform = "" if args.list else tuner.platform()
     if not (args.list or platform):
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     try:
         if args.list:
-            tables = tuning.merge(tuning.read(tuning.SHIPPED), tuning.read(file))
+            tables = tuning_table.merge(tuning_table.read(tuning_table.SHIPPED), tuning_table.read(file))
         else:
             bench = functools.partial(tuner.isolated_bench, dtype=args.dtype)
             tables = tune_matmuls(wanted, args.dtype, platform, device_kind(), bench, file, console)
@@ -124,7 +124,7 @@ def tune_matmuls(
     bench: OpenBench,
     file: Path,
     console: Console,
-) -> tuning.Table:
+) -> tuning_table.Table:
     """Measure the tiles of each matmul, with a progress line for each, and extend the file after each.
 
     Args:
@@ -138,8 +138,8 @@ def tune_matmuls(
       CheckError: the kernel gives wrong values for a matmul; none of its tiles are stored.
       ValueError: the file is not a table.
     """
-    found: tuning.Table = {}
-    tuning.read(file)  # before hours are spent
+    found: tuning_table.Table = {}
+    tuning_table.read(file)  # before hours are spent
     for key in dict.fromkeys(wanted):
         choices = tuner.candidates(key, dtype, platform)
         if not choices:
@@ -157,9 +157,9 @@ def tune_matmuls(
             continue
         for config, error in tuned.wrong.items():
             console.print(f"[red]{key.shape_class}: {config} is wrong by {error:.2g}, and not timed[/red]")
-        one: tuning.Table = {kind: {key.shape_class: {dtype: tuned.entry}}}
-        found = tuning.merge(found, one)
-        tuning.write(file, tuning.merge(tuning.read(file), one))
+        one: tuning_table.Table = {kind: {key.shape_class: {dtype: tuned.entry}}}
+        found = tuning_table.merge(found, one)
+        tuning_table.write(file, tuning_table.merge(tuning_table.read(file), one))
     return found
 
 
@@ -175,7 +175,7 @@ def _tuned(key: MatmulKey, choices: Sequence[Any], bench: OpenBench, limit: floa
         return tuner.tune(measured, choices, limit=limit, done=done)
 
 
-def _show(tables: tuning.Table, file: Path) -> None:
+def _show(tables: tuning_table.Table, file: Path) -> None:
     """Print a table of tuned tiles, with the measured and the analytic choice's milliseconds."""
     rows: list[list[Cell]] = []
     attributes: list[str] = []

@@ -1,15 +1,19 @@
 """Options of the TPU compiler that a plan sets: when, why, and their measured effect on compiled programs.
 
-To add a group of options, add an entry to ``_TABLE`` and its name to the chips of a table in ``tables/``.
+To add a group of options, add an entry to ``GROUPS`` and its name to the chips of a table in ``tables/``. ``meshpar tune-options``
+writes a file of more options for one program (:class:`TunedOptions`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
 
 from ...errors import UnsupportedError
+from ..compat.versions import installed_version
 from ..dims import did_you_mean
 from .chips import Chip
 from .collective_ops import CollectiveOp
@@ -31,7 +35,7 @@ class OptionGroup:
     """
 
     name: str
-    values: Mapping[str, bool | int]
+    values: Mapping[str, bool | int | str]
     when: frozenset[CollectiveOp]
     frees: frozenset[CollectiveOp]
     why: str
@@ -107,17 +111,82 @@ GROUPS: tuple[OptionGroup, ...] = (
 
 
 @dataclass(frozen=True, slots=True)
+class TunedOptions:
+    """Options that shortened the schedule of one program, which are set in addition to those of ``"auto"``.
+
+    Attributes:
+      target: the program, its mesh and its layout, in words.
+      chip: the name of the chip that they were searched for.
+      compiler: the version of libtpu that compiled the schedules.
+      values: option → value.
+      seconds, auto_seconds: of a step in the schedule with them, and with the options of ``"auto"``.
+      file: where they were read from.
+    """
+
+    target: str
+    chip: str
+    compiler: str
+    values: Mapping[str, bool | int | str]
+    seconds: float
+    auto_seconds: float
+    file: str = ""
+
+    def __str__(self) -> str:
+        return self.file
+
+    @property
+    def group(self) -> OptionGroup:
+        """The options as a group of a plan, whatever it sends."""
+        measured = f"libtpu {self.compiler}, {self.target}: {1e3 * self.auto_seconds:.1f} → {1e3 * self.seconds:.1f} ms"
+        why = f"the schedule of {self.target} is shorter"
+        return OptionGroup(f"tuned ({self.file})", self.values, _ALL, frozenset(), why, measured)
+
+    def unsuited(self, chip: Chip | None) -> str:
+        """Why they are not set in a plan for a chip, since nobody has compiled them for it; "" if they are."""
+        if chip is None or chip.name != self.chip:
+            return f"searched for {self.chip}, not for {'this machine' if chip is None else chip.name}"
+        installed = installed_version("libtpu")
+        if installed not in (None, self.compiler):
+            again = "run `meshpar tune-options` again"
+            return f"searched with libtpu {self.compiler}; {installed} is installed, whose schedules differ: {again}"
+        return ""
+
+    def write(self, file: Path) -> None:
+        """Write the options as JSON."""
+        content = {k: v for k, v in asdict(self).items() if k != "file"}
+        file.write_text(json.dumps(content, indent=2) + "\n", "utf8")
+
+
+OptionsLike: TypeAlias = OptionsMode | str | Path | TunedOptions
+"""A mode, or options that ``meshpar tune-options`` found: the path of its file, or what was read from it."""
+
+
+def read_tuned(file: str | Path) -> TunedOptions:
+    """The options of a file that :meth:`TunedOptions.write` wrote.
+
+    Raises:
+      UnsupportedError: there is no such file, or it has other content.
+    """
+    try:
+        return TunedOptions(**json.loads(Path(file).read_text("utf8")), file=str(file))
+    except (OSError, ValueError, TypeError) as error:
+        fix = "`meshpar tune-options TARGET --topology T --out FILE` writes one"
+        raise UnsupportedError(f"options={str(file)!r}: not a file of tuned options: {error}", fixes=[fix]) from None
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """The compiler options of a plan.
 
     Attributes:
-      mode: ``"auto"``: the groups that apply, and the user's options; ``"off"``: the user's options only.
+      mode: ``"auto"``: the groups that apply, and the user's options; ``"off"``: the user's options only; tuned options: those of
+        ``"auto"``, and these.
       given: (option, value) pairs of the user, which win.
       groups: the groups that are set.
       left_out: (group, reason) of groups that apply and are not set.
     """
 
-    mode: OptionsMode = "off"
+    mode: OptionsMode | TunedOptions = "off"
     given: tuple[tuple[str, Any], ...] = ()
     groups: tuple[OptionGroup, ...] = ()
     left_out: tuple[tuple[OptionGroup, str], ...] = ()
@@ -152,20 +221,24 @@ class Options:
 
         groups = [shown(g) for g in self.groups]
         left_out = [{**shown(g), "reason": reason} for g, reason in self.left_out]
-        return {"mode": self.mode, "values": self.values, "groups": groups, "left_out": left_out}
+        return {"mode": str(self.mode), "values": self.values, "groups": groups, "left_out": left_out}
 
 
-def check_options(mode: Any) -> OptionsMode:
-    """The mode for the value of a user's ``options=``; ``"off"`` for None.
+def check_options(mode: Any) -> OptionsMode | TunedOptions:
+    """The mode, or the tuned options, for the value of a user's ``options=``; ``"off"`` for None.
 
     Raises:
-      UnsupportedError: the value is not a mode.
+      UnsupportedError: the value is not a mode, and no file of tuned options.
     """
     if mode is None or mode in get_args(OptionsMode):
         return mode or "off"
+    if isinstance(mode, TunedOptions):
+        return mode
+    if isinstance(mode, Path) or str(mode).endswith(".json"):
+        return read_tuned(mode)
     fixes = [
         *did_you_mean(str(mode), list(get_args(OptionsMode)), "modes"),
-        "options of the compiler: compiler_options={…}",
+        "options of the compiler: compiler_options={…}; of a file of `meshpar tune-options`: options=FILE.json",
     ]
     raise UnsupportedError(f"there is no options={mode!r}", fixes=fixes)
 
@@ -173,7 +246,7 @@ def check_options(mode: Any) -> OptionsMode:
 def choose_options(
     chip: Chip | None,
     sends: Collection[CollectiveOp],
-    mode: OptionsMode = "auto",
+    mode: OptionsMode | TunedOptions = "auto",
     given: Mapping[str, Any] | None = None,
     unknown: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda values: {},
 ) -> Options:
@@ -182,7 +255,7 @@ def choose_options(
     Args:
       chip: the chip of the plan; groups apply to TPUs only.
       sends: the kinds of collectives of the plan.
-      mode: ``"off"``: no groups.
+      mode: ``"off"``: no groups. Tuned options are the last group, so that they win over the others.
       given: the user's options.
       unknown: function from options to those that the installed compiler rejects → its message.
     """
@@ -190,11 +263,16 @@ def choose_options(
     wanted = [
         g for g in GROUPS if chip is not None and g.name in chip.compiler.option_groups and not g.when.isdisjoint(sends)
     ]
+    unsuited: tuple[tuple[OptionGroup, str], ...] = ()
+    if isinstance(mode, TunedOptions):
+        if reason := mode.unsuited(chip):
+            unsuited = ((mode.group, reason),)
+        else:
+            wanted.append(mode.group)
     if mode == "off" or not wanted:
-        return Options(mode, own)
+        return Options(mode, own, left_out=unsuited)
     names = {k for k, _ in own}
     refused = unknown({k: v for g in wanted for k, v in g.values.items() if k not in names})
     why = {g.name: "; ".join(refused[k] for k in g.values if k in refused) for g in wanted}
-    return Options(
-        mode, own, tuple(g for g in wanted if not why[g.name]), tuple((g, why[g.name]) for g in wanted if why[g.name])
-    )
+    left_out = tuple((g, why[g.name]) for g in wanted if why[g.name])
+    return Options(mode, own, tuple(g for g in wanted if not why[g.name]), unsuited + left_out)

@@ -19,7 +19,7 @@ from ..mesh import planned_mesh
 from ..plan.checks import kernel_rule_text, sequence_name, unnamed_results, unnamed_weights
 from ..plan.collectives import Collective, dcn_bytes_sent
 from ..plan.plan import Plan
-from ..program.guessed_names import GIVEN
+from ..program.inferred_names import GIVEN
 from ..program.ir import Op
 from ..program.pipeline import stack_notes
 from ..program.roles import unread_state

@@ -15,7 +15,7 @@ from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
 from ..layout import SCHEMES, Layout, Spec, divisibility_error
-from ..program.guessed_names import HEADS
+from ..program.inferred_names import HEADS
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..layout import Spec
 from ..program.ir import Op, Value
 from ..records import record
-from ..rules.owned import adds_nothing
+from ..rules.one_owner import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind
 from .assignment import AxisAssignment

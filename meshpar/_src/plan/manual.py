@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from ..compat.jax import aval_of
 from ..program.ir import Value
 from ..rules.registry import SplitOp
 from .collectives import is_all_reducible
@@ -68,7 +69,10 @@ class ManualOps:
 
     def _permutes_axes(self, run: Run) -> bool:
         """Whether a dim of an operand or result is sharded over several axes in another order than the mesh's, as an op reads
-        and makes it or as it is stored (:data:`compat.quirks.PERMUTED_AXES`)."""
+        and makes it or as it is stored (:data:`compat.quirks.PERMUTED_AXES`). False for an op without elements to multiply: XLA
+        folds its operands, and then refuses the ``shard_map``."""
+        if not all(aval_of(v).size for v in run.op.eqn.invars):
+            return False
         specs = [s.spec for s in (*run.reads, *run.results)]
         specs += [self.stored(v) or () for v in (*run.op.ins, *run.op.outs) if v is not None]
         places = [[self.order[a] for a in entry if a in self.order] for spec in specs for entry in spec]

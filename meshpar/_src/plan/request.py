@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..hardware.calibration import Calibrations
-from ..hardware.options import OptionsMode
+from ..hardware.options import OptionsMode, TunedOptions
 from ..layout import AnyMesh, Layout
 
 
@@ -45,7 +45,7 @@ class PlanRequest:
     overlap: str | None = "off"
     schedule: str = "1f1b"
     gather: str | None = None
-    options: OptionsMode = "off"
+    options: OptionsMode | TunedOptions = "off"
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
     calibrations: Calibrations = ()
     tokens: str | None = None

@@ -6,7 +6,7 @@
     ir                 the classes of a program: values and ops, their names, their lines
     infer              makes a program from a jaxpr and the names of its inputs
     names              which dims are the same, and their names: unification
-    guessed_names      names for dims that nobody named, from their uses
+    inferred_names     names for dims that nobody named, from their uses
     dim_uses           the uses of each dim, as facts
     patterns           these names as patterns of dims=
     primitives         mp.named, mp.rename and explicit specs as primitives
@@ -17,6 +17,7 @@
     scalars            constant scalars
     jaxprs             functions that rewrite jaxprs
     casts              rewrite: equal conversions are merged
+    sunk_reductions    rewrite: the dtype of a reduction is applied in the loop that makes the array
     sums               rewrite: additions of cotangents in another order
     divisible_rewrite  rewrite: slices, concatenations and reshapes of split dims stay split
     pipeline           rewrite: stacked layers as pipeline stages

@@ -1,4 +1,4 @@
-"""The uses of each dim of a program: the facts from which :mod:`program.guessed_names` infers names.
+"""The uses of each dim of a program: the facts from which :mod:`program.inferred_names` infers names.
 
 Facts are about classes of equal dims (:mod:`program.names`), and only about the forward pass: the backward pass contracts the
 dims that the forward pass makes.

@@ -310,7 +310,7 @@ class Program:
       original: the program before a rewrite, if this one is its result (:mod:`program.divisible_rewrite`,
         :mod:`program.pipeline`).
       pipelines: its loops over layers that are rewritten as pipelines (:class:`program.pipeline.Pipeline`).
-      inferred: path of an argument → the names that :mod:`program.guessed_names` gave to its dims; empty if the user named dims.
+      inferred: path of an argument → the names that :mod:`program.inferred_names` gave to its dims; empty if the user named dims.
       metadata_names: of the program as traced, the names of dims in the Flax metadata of its arguments and results.
       written: of the program as traced, the closed jaxpr before all changes.
     """

@@ -13,10 +13,11 @@ from ..compat.jax import axes_of_spec, equations, in_auto_mesh, make_jaxpr, shar
 from ..layout import AnyMesh
 from ..rules.control_flow import run_bodies
 from ..units import mesh_text
-from .casts import with_merged_casts, with_sunk_reductions
+from .casts import with_merged_casts
 from .jaxprs import equations_of, rewrite, with_eqns
 from .primitives import place_p
 from .sums import with_matmuls_added_first
+from .sunk_reductions import with_sunk_reductions
 
 
 def trace(fn: Callable[..., Any], leaves: Sequence[Any], mesh: AnyMesh) -> tuple[Any, Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..program import Program
-from ..program.guessed_names import GIVEN, inferred_names
+from ..program.inferred_names import GIVEN, inferred_names
 from .tables import Cell, Table, code, number
 
 

@@ -22,7 +22,7 @@
     local         the class of local forms
     exchange      which elements of other shards every device needs, and the collectives by which it gets them
     halo          windows of a split dim, with elements of other shards
-    owned         arrays to which one device contributes each element
+    one_owner     arrays to which one device contributes each element
     partial       which ops may be applied to partial values
     spmd          mesh axes, device indices and collectives inside a shard_map
     flops         FLOPs of the matmuls inside opaque equations

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from .exchange import ZERO, Exchange, exchange_of, exchanged
-from .owned import is_positive_zero
+from .one_owner import is_positive_zero
 from .spmd import axis_index, table_entry
 
 

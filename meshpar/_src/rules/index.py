@@ -1,7 +1,7 @@
 """Reads and writes at run-time indices: gather, scatter, dynamic slices and updates.
 
 A dim that is indexed may be split (factors of kind ``indexed``): every device serves the part of each window in its own shard. A
-read is masked, and its result partial (:mod:`rules.owned`); a write is masked, and its result complete. No collective is
+read is masked, and its result partial (:mod:`rules.one_owner`); a write is masked, and its result complete. No collective is
 made.
 
 Example: ``x[i]`` of 8 elements in 2 shards, with ``i = [6, 1]``. Device 0 reads ``[-0.0, x[1]]``, device 1 ``[x[6], -0.0]``; the
@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 
 from ..compat.jax import aval_of, literal_array
 from .local import LocalOp, on_shards
-from .owned import is_positive_zero, neutral, only_where
+from .one_owner import is_positive_zero, neutral, only_where
 from .partial import WRITES_INTO_ZEROS
 from .registry import SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, indexed_kind

@@ -15,7 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ..compat.jax import at_line_of, aval_of, axes_of_spec, bind, equations, interpret, literal_array
 from .control_flow import run_bodies
 from .flops import shard_map_flops
-from .local import LocalOp, plain_params
+from .local import LocalOp, on_shards, plain_params
 from .registry import Refusal, SplitOp, bodies, primitive, register
 from .rule import OpRule, same_dims
 from .spmd import Send, Sizes, axis_index, fine_names
@@ -154,5 +154,9 @@ _FORMS: dict[str, Callable[[Any, list[Any], tuple[str, ...]], list[Any]]] = {
 
 
 # psum, pmax and pmin have entries in `reduce`, since vmap makes them too
-register(*(name for name in _SENDS if name not in ("psum", "pmax", "pmin")), rule=same_dims)
+_MANUAL = [name for name in _SENDS if name not in ("psum", "pmax", "pmin", "ragged_all_to_all")]
+register(
+    *_MANUAL, rule=same_dims, local=on_shards
+)  # over an axis of a vmap around the step: shards are exchanged as arrays are
+register("ragged_all_to_all", rule=same_dims)
 register("shard_map", rule=mapped, local=_local, refuses=_nests, nested_flops=shard_map_flops, family="shard_map")

@@ -25,7 +25,7 @@ Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "indexe
 ``pass_through``: the factor is in operands and results; each device computes its shard.
 ``sum`` and the other reductions: the factor is contracted, and results are partial.
 ``indexed``: a dim that is read or written at some indices; each device serves the indices in its own shard. A result without the
-factor (a read) is partial: one device contributes each element, the others :func:`rules.owned.neutral`. A result with
+factor (a read) is partial: one device contributes each element, the others :func:`rules.one_owner.neutral`. A result with
 the factor (a write) is complete.
 ``need_replication``: the factor cannot be split.
 ``permutation``: the op's local form communicates (halos, offsets of a running sum, candidates of a top-k, tokens to experts), and
@@ -178,16 +178,29 @@ def independent_of_data(
     return r.maps([r.factors(s, "need_replication") for s in in_shapes], [r.factors(s) for s in out_shapes])
 
 
+_EXCHANGED = ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
+"""Parameters of collectives: dims whose elements come from other devices, or go to them."""
+
+
 def same_dims(eqn: JaxprEqn, in_shapes: Sequence[tuple[int, ...]], out_shapes: Sequence[tuple[int, ...]]) -> OpRule:
-    """The rule of a collective in the body of a ``shard_map``: result k has the dims of operand k, except for the dims
-    that change in size; results of another rank share no dim."""
+    """The rule of a user's collective, over axes of a ``shard_map`` or an outer ``vmap``: result k has the dims of operand k.
+
+    Dims along which it exchanges elements need replication, also if their size stays. If it is not tiled, the operand or the result
+    lacks such a dim.
+    """
     r = OpRule()
-    r.ins = [r.factors(s) for s in in_shapes]
-    for dims, a, b in zip(r.ins, in_shapes, out_shapes, strict=False):
-        if len(a) == len(b):
-            r.outs.append(tuple(f if n == m else (r.factor(m),) for f, n, m in zip(dims, a, b, strict=True)))
-        else:
-            r.outs.append(r.factors(b))
+    exchanged = sorted({eqn.params[name] for name in _EXCHANGED if name in eqn.params})
+    untiled = len(out_shapes[0]) > len(in_shapes[0])
+    r.ins = [r.factors(a, "need_replication", () if untiled else exchanged) for a in in_shapes]
+    for dims, b in zip(r.ins, out_shapes, strict=False):
+        kept: list[Factors | None] = [*dims]
+        for d in exchanged:
+            if len(kept) > len(b):
+                del kept[d]
+            elif len(kept) < len(b):
+                kept.insert(d, None)
+        same = (f if f is not None and r.sizes[f[0]] == n else None for f, n in zip(kept, b, strict=True))
+        r.outs.append(tuple(f or (r.factor(n, "need_replication"),) for f, n in zip(same, b, strict=True)))
     return r
 
 

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 from ..compat.jax import aval_of
 from .halo import ShardWindow, fetch_window, shard_window
 from .local import LocalOp, on_shards
-from .owned import only_where
+from .one_owner import only_where
 from .partial import CONCATENATES, MOVES, PADS_WITH_ZEROS
 from .registry import register
 from .rule import (

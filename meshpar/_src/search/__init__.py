@@ -2,17 +2,17 @@
 
 .. code-block:: text
 
-    descent     mp.search: schemes, then coordinate descent
-    evaluation  plans candidates that may be better
-    bounds      lower bounds without planning
-    space       the candidates
-    stages      candidates with pipelines
-    selection   which of the evaluated candidates are shown
-    result      the result, and why a layout is not the best
-    picture     time against memory
-    row         one planned candidate
-    options     the options of mp.search
-    policy      thresholds and limits
+    descent          mp.search: schemes, then coordinate descent
+    evaluation       plans candidates that may be better
+    bounds           lower bounds without planning
+    space            the candidates
+    pipeline_stages  candidates with pipelines
+    selection        which of the evaluated candidates are shown
+    result           the result, and why a layout is not the best
+    picture          time against memory
+    row              one planned candidate
+    options          the options of mp.search
+    policy           thresholds and limits
 """
 
 from .descent import search

@@ -159,7 +159,7 @@ class Space:
     def of(cls, program: Program, among: Iterable[Sizes], fixed: Layout, forbid: Sequence[str]) -> Space:
         """Meshes, with the dims of a program that ``fixed`` and ``forbid`` do not name.
 
-        Dims of stacked layers have scoped rules only: numbers of stages are searched separately (:mod:`search.stages`).
+        Dims of stacked layers have scoped rules only: numbers of stages are searched separately (:mod:`search.pipeline_stages`).
 
         Raises:
           UnknownDimError: ``forbid`` names a dim that the program does not have.

@@ -135,6 +135,11 @@ class Compiled(Document):
         return None if self.exposed is None else self.exposed.seconds
 
     @property
+    def scheduled_seconds(self) -> float | None:
+        """Seconds of a step by the final schedule, with exposed communication; None if the clock of the chip is not known."""
+        return None if self.exposed is None else self.exposed.compute + self.exposed.seconds
+
+    @property
     def bytes_sent(self) -> float:
         """Bytes that each device sends in a step, in the final program."""
         return sum(c.total_bytes for c in self.final_collectives)
@@ -338,7 +343,7 @@ def _comparison(c: Compiled) -> Table:
     if exposed is not None:
         waits = None if time is None else time.seconds - kernel_seconds(time)
         rows += [
-            ("step", format_seconds, time and time.seconds, exposed.compute + exposed.seconds),
+            ("step", format_seconds, time and time.seconds, c.scheduled_seconds),
             ("  kernels", format_seconds, time and kernel_seconds(time), exposed.compute),
             ("  communication not hidden", format_seconds, waits, exposed.seconds),
         ]

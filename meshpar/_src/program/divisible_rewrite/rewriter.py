@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from ...compat.jax import Atom, bind, body_consts, body_operands, on_host, replace_body
 from ...compat.loops import loop_parts
 from ...rules.exchange import ANY
-from ...rules.owned import is_positive_zero
+from ...rules.one_owner import is_positive_zero
 from ...rules.rearrange import rearrange
 from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Program, Value

@@ -23,12 +23,13 @@ from meshpar_kernels import (
     matmul_reduce_scatter,
     scaled_grouped_matmul,
     tuner,
-    tuning,
+    tuning_table,
 )
+from meshpar_kernels.config import Config
 from meshpar_kernels.grouped_matmul import gpu, hopper
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.isolation import Worker
-from meshpar_kernels.tuning import Config, MatmulKey
+from meshpar_kernels.tuning_table import MatmulKey
 
 PRODUCT = MatmulKey("grouped_matmul", 8192, 2048, 2048, 64)
 ANALYTIC, FAST, WRONG, BROKEN = (Config((128, 64, n), 4) for n in (256, 128, 64, 192))
@@ -54,7 +55,7 @@ def test_the_median_decides_among_what_is_right():
         {WRONG: 0.5, nan: math.nan, BROKEN: NotImplementedError("does not fit")},
     )
     got = tuner.tune(bench, [ANALYTIC, WRONG, nan, BROKEN, FAST], limit=1e-2)
-    assert got.entry == tuning.Entry(FAST, 1.1, 2.1, jax.__version__)
+    assert got.entry == tuning_table.Entry(FAST, 1.1, 2.1, jax.__version__)
     assert got.seconds == {ANALYTIC: 2.1, FAST: 1.1}
     assert got.wrong.keys() == {WRONG, nan}
     assert got.refused == {BROKEN: "NotImplementedError: does not fit"}
@@ -95,27 +96,30 @@ def test_candidates_begin_with_the_analytic_choice_and_fit(product, platform, ma
 
 
 def entry(config):
-    return tuning.Entry(config, 1e-3, 2e-3, "0.10.2")
+    return tuning_table.Entry(config, 1e-3, 2e-3, "0.10.2")
 
 
 def test_a_table_is_read_as_it_was_written_and_the_users_wins(tmp_path, monkeypatch):
     file = tmp_path / "deep" / "table.json"
     one = {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(FAST)}}}
-    tuning.write(file, one)
-    assert tuning.read(file) == one
+    tuning_table.write(file, one)
+    assert tuning_table.read(file) == one
     other = {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(ANALYTIC), "float16": entry(FAST)}}, "TPU v5p": {}}
-    merged = tuning.merge(other, tuning.read(file))
+    merged = tuning_table.merge(other, tuning_table.read(file))
     assert merged["NVIDIA H200"][PRODUCT.shape_class] == {"bfloat16": entry(FAST), "float16": entry(FAST)}
-    tuning.write(file, merged)
-    monkeypatch.setenv(tuning.VARIABLE, str(file))
+    tuning_table.write(file, merged)
+    monkeypatch.setenv(tuning_table.VARIABLE, str(file))
     monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
     near = MatmulKey("grouped_matmul", 9000, 2048, 2048, 60)
-    assert tuning.lookup("cuda", near, jnp.bfloat16) == FAST
-    assert tuning.lookup("cuda", near, jnp.float32) is None
-    assert tuning.lookup("cuda", MatmulKey("grouped_matmul", 8192, 2048, 2048, 64, transposed=True), "bfloat16") is None
-    assert tuning.lookup("tpu", near, jnp.bfloat16) is None
+    assert tuning_table.lookup("cuda", near, jnp.bfloat16) == FAST
+    assert tuning_table.lookup("cuda", near, jnp.float32) is None
+    assert (
+        tuning_table.lookup("cuda", MatmulKey("grouped_matmul", 8192, 2048, 2048, 64, transposed=True), "bfloat16")
+        is None
+    )
+    assert tuning_table.lookup("tpu", near, jnp.bfloat16) is None
     monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA B200")
-    assert tuning.lookup("cuda", near, jnp.bfloat16) is None
+    assert tuning_table.lookup("cuda", near, jnp.bfloat16) is None
 
 
 @pytest.mark.parametrize(
@@ -160,10 +164,10 @@ def test_keywords_that_are_fields_of_the_config_name_it():
 
 def test_path_of_the_users_table(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv(tuning.VARIABLE, raising=False)
-    assert tuning.path() == tmp_path / "meshpar" / "kernels.json"
-    monkeypatch.setenv(tuning.VARIABLE, "here.json")
-    assert str(tuning.path()) == "here.json"
+    monkeypatch.delenv(tuning_table.VARIABLE, raising=False)
+    assert tuning_table.path() == tmp_path / "meshpar" / "kernels.json"
+    monkeypatch.setenv(tuning_table.VARIABLE, "here.json")
+    assert str(tuning_table.path()) == "here.json"
 
 
 def table_of(fields):
@@ -184,13 +188,13 @@ def test_a_file_that_is_no_table_is_said(text, tmp_path):
     file = tmp_path / "table.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"table\.json is no tuning table"):
-        tuning.read(file)
+        tuning_table.read(file)
 
 
 def test_kernels_can_take_what_is_shipped(monkeypatch):
     """Every entry is faster than the analytic choice, and names a tile that the kernel accepts."""
     monkeypatch.setattr(_compat, "gpu_architecture", lambda: (9, 0))
-    table = tuning.read(tuning.SHIPPED)
+    table = tuning_table.read(tuning_table.SHIPPED)
     assert set(table) == {"NVIDIA H200"}
     for shape, dtypes in table["NVIDIA H200"].items():
         sizes = {name: int(size) for name, _, size in (word.partition("=") for word in shape.split()) if size}
@@ -213,13 +217,13 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
 
     monkeypatch.setattr(hopper, "grouped_matmul", kernel)
     monkeypatch.setattr(_compat, "device_kind", lambda: "NVIDIA H200")
-    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "table.json"))
+    monkeypatch.setenv(tuning_table.VARIABLE, str(tmp_path / "table.json"))
     arguments = jnp.zeros((256, 128), jnp.bfloat16), jnp.zeros((2, 128, 512), jnp.bfloat16), jnp.asarray([128, 128])
     product = MatmulKey("grouped_matmul", 256, 128, 512, 2)
 
     def taken(config=None, **requested):
         entries = {product.shape_class: {"bfloat16": entry(config)}} if config else {}
-        tuning.write(tmp_path / "table.json", {"NVIDIA H200": entries})
+        tuning_table.write(tmp_path / "table.json", {"NVIDIA H200": entries})
         jax.clear_caches()
         lowered(lambda *a: grouped_matmul(*a, implementation="pallas_gpu", config=Config(**requested)), *arguments)
         return seen[-1]
@@ -245,7 +249,7 @@ def test_the_kernel_uses_the_table_unless_the_caller_gives_a_tile(monkeypatch, t
 
 def test_the_command_extends_the_file_and_shows_what_it_found(tmp_path):
     file = tmp_path / "table.json"
-    tuning.write(file, {"TPU v5p": {"x": {"float32": entry(ANALYTIC)}}})
+    tuning_table.write(file, {"TPU v5p": {"x": {"float32": entry(ANALYTIC)}}})
     wanted = list(matmul_keys(["rows=1024, k=256, n=512, groups=4"]))
     assert [p.shape_class.split(" ", 1)[0] for p in wanted] == ["grouped_matmul"] * 3 + ["grouped_matmul_transpose"]
     console = Console(width=200, record=True, quiet=True)
@@ -256,8 +260,8 @@ def test_the_command_extends_the_file_and_shows_what_it_found(tmp_path):
         return contextlib.nullcontext(bench_of(seconds, {choices[4]: 1.0}))
 
     found = tune_matmuls(wanted, "bfloat16", "cuda", "NVIDIA H200", bench, file, console)
-    assert set(tuning.read(file)) == {"TPU v5p", "NVIDIA H200"}
-    assert tuning.read(file)["NVIDIA H200"] == found["NVIDIA H200"]
+    assert set(tuning_table.read(file)) == {"TPU v5p", "NVIDIA H200"}
+    assert tuning_table.read(file)["NVIDIA H200"] == found["NVIDIA H200"]
     for product in wanted:
         choices = tuner.candidates(product, "bfloat16", "cuda")
         got = found["NVIDIA H200"][product.shape_class]["bfloat16"]
@@ -288,9 +292,9 @@ def test_the_command_lists_what_there_is(tmp_path, capsys, monkeypatch):
         return "".join(capsys.readouterr())
 
     assert "H200" in listed()  # what is shipped
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "none.json")
+    monkeypatch.setattr(tuning_table, "SHIPPED", tmp_path / "none.json")
     assert "No tile was measured yet" in listed()
-    tuning.write(file, {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(FAST)}}})
+    tuning_table.write(file, {"NVIDIA H200": {PRODUCT.shape_class: {"bfloat16": entry(FAST)}}})
     assert "H200" in listed()
     file.write_text("{}")
     assert "is no tuning table" in listed(status=2)

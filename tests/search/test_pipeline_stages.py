@@ -9,7 +9,7 @@ import pytest
 
 import meshpar as mp
 from meshpar._src.program.pipeline import SCHEDULES
-from meshpar._src.search.stages import LayerStack, staged_meshes
+from meshpar._src.search.pipeline_stages import LayerStack, staged_meshes
 
 LAYERS = 8
 DIMS = {
