@@ -45,8 +45,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rich.console import Console
-
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 NOTEBOOK = ROOT / "examples" / "lab.ipynb"
@@ -189,22 +187,16 @@ def run_page(text: str, name: str) -> list[str]:
         del sys.modules[module.__name__]
 
 
-class _NarrowConsole(Console):
-    """A console of at most ``WIDTH`` columns."""
-
-    def __init__(self, *args: Any, width: int | None = None, **options: Any):
-        super().__init__(*args, width=min(width or WIDTH, WIDTH), **options)
-
-
 @contextlib.contextmanager
 def _narrow_reports() -> Iterator[None]:
     """Limit meshpar's reports to ``WIDTH`` columns."""
-    import meshpar._src.entry.cli  # noqa: F401 (imports every module with a report)
+    from meshpar._src import console
 
-    with contextlib.ExitStack() as stack:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("meshpar.") and getattr(module, "Console", None) is Console:
-                stack.enter_context(mock.patch.object(module, "Console", _NarrowConsole))
+    class NarrowConsole(console.ReportConsole):
+        def __init__(self, *args: Any, width: int, **options: Any):
+            super().__init__(*args, width=min(width, WIDTH), **options)
+
+    with mock.patch.object(console, "ReportConsole", NarrowConsole):
         yield
 
 

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ class Config:
     loss_chunks: int = 8
     loss: str = "recomputed"
     dtype: Any = jnp.bfloat16
-    attention: str = "splash"
+    attention: Literal["splash", "xla", "ring", "ulysses", "gathered"] = "splash"
     remat: str = "full"
     interleave: int = 1
     rotary: str = "halves"

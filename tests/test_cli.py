@@ -26,7 +26,7 @@ from meshpar._src.entry import cli
 from meshpar._src.entry.cli import command_parser, main
 from meshpar._src.entry.target import concrete, load_target
 from meshpar._src.lab.lab import Lab
-from meshpar._src.units import format_memory
+from meshpar._src.units import format_memory, format_seconds
 from meshpar.errors import TargetError
 
 TARGETS = """
@@ -247,8 +247,9 @@ def test_what_does_not_fit_says_so_first_and_has_status_one(run):
     assert out.splitlines()[1].startswith("fix  no layout fits: ")
     assert not re.search(r"^  step |MFU", out, re.MULTILINE)
     assert run(f"{big} --json")[0] == 1
-    following, suffix = out.splitlines()[-1], ": enough devices for the state"
-    command = shlex.split(following.removeprefix("next  meshpar ").removesuffix(suffix))
+    *_, purpose, following = out.splitlines()
+    command = shlex.split(following)[1:]
+    assert purpose == "next  enough devices for the state:"
     where = re.search(r"They fit on \d+ devices: (.*)", out)[1]
     assert (command[0], command[command.index("--topology") + 1]) == ("search", where)
 
@@ -269,18 +270,16 @@ def test_the_next_command_after_a_plan(command, monkeypatch):
         ("data=4, model=4", "batch: data", "--set", "batch=256"),
     )
     outputs = (command("plan", llama, *where, mesh, "--layout", *more)[1] for mesh, *more in cases)
-    slow, fast, misfit = ("next" + out.rpartition("\nnext")[2].rstrip() for out in outputs)
-    assert slow.startswith("next  --layout ")
-    assert fast.startswith("next  meshpar search ")
-    layout = shlex.split(slow)[2].rstrip(":")
-    assert mp.Layout(layout).rules[0].axes == ("dp",)
-    found = json.loads(command("plan", llama, *where, "dp=16", "--layout", layout, "--json")[1])
-    assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in slow
-    assert set(options) < set(shlex.split(fast.removesuffix(": other meshes and layouts")))
-    assert misfit.startswith("next  --mesh data=16 --layout fsdp: ")
-    found = json.loads(command("plan", llama, *where, "data=16", "--layout", "fsdp", "--set", "batch=256", "--json")[1])
-    assert f"{found['memory']['peak'] / 2**30:.2f} GiB" in misfit
-    assert max(map(len, slow.splitlines())) <= 60 < len(fast.splitlines()[0])
+    (slow, again), (fast, search), (misfit, one_axis) = (out.splitlines()[-2:] for out in outputs)
+    assert mp.Layout(shlex.split(again)[-1]).rules[0].axes == ("dp",)
+    assert shlex.split(one_axis)[-4:] == ["--mesh", "data=16", "--layout", "fsdp"]
+    for purpose, line in ((slow, again), (misfit, one_axis)):
+        found = json.loads(command(*shlex.split(line)[1:], "--json")[1])
+        assert f"next  {format_seconds(found['time']['seconds'])} a step" in purpose
+        assert f"{found['memory']['peak'] / 2**30:.2f} GiB of memory:" in purpose
+    assert fast == "next  other meshes and layouts:"
+    assert search.startswith("      meshpar search ")
+    assert set(options) < set(shlex.split(search))
 
 
 def test_diff(run, tmp_path):
@@ -612,7 +611,7 @@ def test_search_prints_the_choice_the_next_command_and_json(run, capsys):
     found = json.loads(run(f"{small} --json")[1])
     assert found["fits"]
     assert any(row["name"] == "yours" and row["layout"] == "batch, embed: data" for row in found["rows"])
-    again = shlex.split(out.splitlines()[-1].removeprefix("next  meshpar "))
+    again = shlex.split(out.splitlines()[-1])[1:]
     assert again[0] == "plan"
     assert main([*again, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["time"]["seconds"] == pytest.approx(found["best"]["seconds"])
@@ -871,3 +870,37 @@ def test_collectives_as_csv_and_the_page_in_a_browser(run, target, tmp_path, mon
     assert opened == [page.resolve().as_uri()]
     status, _, err = run(small)
     assert (status, "--html FILE writes one" in err) == (2, True)
+
+
+def test_names_lists_dims_without_a_name(command, tmp_path):
+    file = tmp_path / "fused.py"
+    file.write_text(
+        "import jax, jax.numpy as jnp\n"
+        "def step(params, x):\n"
+        "    gate, up = jnp.split(x @ params['layers_0']['w13'], 2, -1)\n"
+        "    return x + (gate * up) @ params['layers_0']['w2']\n"
+        "def target():\n"
+        "    shape = jax.ShapeDtypeStruct\n"
+        "    return step, ({'layers_0': {'w13': shape((8, 32), float), 'w2': shape((16, 8), float)}},\n"
+        "                  shape((4, 8), float)), {'*/w13': 'embed _', 'x': 'batch embed'}\n"
+    )
+    found = json.loads(command("names", f"{file}:target", "--json")[1])["unnamed"]
+    assert ("params/layers_*/w13", "[8, 32]", "_") in {(r["path"], r["shape"], r["dims"].split()[1]) for r in found}
+    assert "No rule shards a dim without a name." in command("names", f"{file}:target")[1]
+
+
+def test_a_value_that_a_literal_type_excludes(command, tmp_path):
+    llama = str(Path(__file__).parent.parent / "examples" / "llama.py")
+    status, _, error = command("plan", f"{llama}:tiny", "--topology", "v5e:2x4", "--set", "attention=flash")
+    assert status == 2
+    assert "--set attention=flash: `attention` is one of splash, xla, ring, ulysses, gathered" in " ".join(
+        error.split()
+    )
+
+
+@pytest.mark.parametrize(("axis", "usual"), [("dta", "data"), ("modl", "model"), ("rows", None)])
+def test_a_new_axis_of_a_default_mesh_that_is_similar_to_a_usual_one(run, axis, usual):
+    _, _, error = run(f"plan small --topology v5e:2x4 --layout 'batch: {axis}'")
+    assert f"default  mesh: {axis}=8, " in error
+    assert ("is new" in error) is (usual is not None)
+    assert usual is None or f"axis `{axis}` is new: did you mean `{usual}`?" in error

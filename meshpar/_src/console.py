@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import TextIO
+import re
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 from rich.console import Console
+from rich.segment import Segment
+from rich.text import Text
 
 PLAIN_WIDTH = 120
 """Columns of output that no terminal shows."""
+_BEFORE_UNIT = re.compile(r"(?<=\d)[ \u00a0](?=(?:[kMGT]?B|[KMGT]iB|µs|ms|s|min|h|d|%|×)(?!\w))")
+_GLUE = "\ue000"
+"""A character of one column, in place of a space at which lines do not wrap; rich wraps at no-break spaces as well."""
 
 
 def columns(stream: TextIO) -> int:
@@ -40,7 +47,7 @@ def console_of(stream: TextIO) -> Console:
 
 def made_console(stream: TextIO, width: int, colour: bool) -> Console:
     """A console of ``width`` columns, with the colours of the terminal, or with none."""
-    return Console(
+    return ReportConsole(
         file=stream,
         width=width,
         no_color=not colour,
@@ -48,3 +55,19 @@ def made_console(stream: TextIO, width: int, colour: bool) -> Console:
         color_system=("truecolor" if _is_dumb() else "auto") if colour else None,
         highlight=False,
     )
+
+
+def with_units(text: Text) -> Text:
+    """A text that wraps with each number in the line of its unit, for a console of :func:`made_console`."""
+    text = text.copy()
+    text.plain = _BEFORE_UNIT.sub(_GLUE, text.plain)
+    return text
+
+
+class ReportConsole(Console):
+    """Wraps texts by :func:`with_units`."""
+
+    def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+        shown = self.render_str(renderable) if isinstance(renderable, str) else renderable
+        for segment in super().render(with_units(shown) if isinstance(shown, Text) else shown, options):
+            yield segment._replace(text=segment.text.replace(_GLUE, " "))

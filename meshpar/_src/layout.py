@@ -72,6 +72,8 @@ OTHER_AXES = {
 """Name of a mesh axis in other libraries → its name in the known schemes."""
 PIPELINE = "pipeline"
 """Name of the scheme that is combined with the others: ``"fsdp+pipeline"``."""
+USUAL_AXES = {"data", "model", BETWEEN_SLICES, "context", "seq", "expert", "stage", "pipe", "tensor", *OTHER_AXES}
+"""Names of mesh axes that are no misspellings of each other."""
 _DEFAULT_AXES = {axis: axis for axis in ("data", "model", BETWEEN_SLICES, "context", "expert")}
 
 
@@ -323,8 +325,8 @@ class Layout:
                 )
             if not same and not near(axis, mesh.shape):
                 split, idle = (f'mp.mesh("{mesh_text(_with_axis(mesh.shape, axis, size))}")' for size in (2, 1))
-                fixes += [f"or give the mesh that axis: {split}"] * (split != idle)
-                fixes.append(f"or, so that rules for `{axis}` have no effect: {idle}")
+                fixes += [f"give the mesh that axis: {split}"] * (split != idle)
+                fixes.append(f"so that rules for `{axis}` have no effect: {idle}")
             of = f" of the scheme `{self.scheme}`" * bool(self.scheme)
             headline = f"rule `{rule}`{of} names axis `{axis}`, which the mesh ({sizes}) does not have"
             raise UnknownAxisError(headline, dim=rule.dim, axis=axis, rule=str(rule), fixes=fixes)
@@ -464,13 +466,14 @@ def divisibility_error(
     axis, *more = rule.axes
     spare = next((a for a in sizes if a not in rule.axes), "data" if axis == "model" else "model")
     total = devices // math.prod(n for a, n in sizes.items() if a not in (spare, *rule.axes))
-    meshes = [f'mesh="{mesh_text({**sizes, axis: n, spare: total // n})}"' for n in nearest if not (total % n or more)]
     needs = "" if spare in sizes else f", with rules for `{spare}`: its devices else do the same work"
-    other = [f"or use {' or '.join(meshes)}{needs}"] if meshes else []
-    fixes = [f"make `{dim}` {legal}: the nearest multiple{'s' * (below > 0)} of {parts}", *other]
-    fix = f"write `{dim}?: {'+'.join(rule.axes)}` {optional or 'to split it only where it divides'}"
-    divided = inside is not None and inside % parts == 0
-    fixes = [f"{fix}: only the input is {size}, the activations are {inside}", *fixes] if divided else [*fixes, fix]
+    meshes = [{**sizes, axis: n, spare: total // n} for n in nearest if not (total % n or more)]
+    fixes = [f'mesh="{mesh_text(mesh)}"{needs}' for mesh in meshes]
+    fixes.append(f"`{replace(rule, optional=True)}` {optional or 'splits it only where it divides'}")
+    if inside is not None and inside % parts == 0:
+        fixes.insert(0, f"{fixes.pop()}: only the input is {size}, the activations are {inside}")
+    resized = f"`{dim}` of {legal}: the nearest multiple{'s' * (below > 0)} of {parts}"
+    fixes.insert(0 if dim == "batch" else len(fixes), resized)  # sizes of a model rarely change
     return DivisibilityError(
         f"{path}: dim `{dim}` of size {size} does not divide over {axes}: {size} is not a multiple of {parts}",
         path=path,

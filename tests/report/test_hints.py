@@ -18,6 +18,7 @@ from meshpar._src.report.hints import (
     hints,
     recomputation_hint,
     repeated_exchange_hint,
+    unnamed_fused_hint,
 )
 from meshpar._src.report.text import plan_renderable
 from meshpar._src.units import format_bytes, format_memory, format_seconds
@@ -298,6 +299,29 @@ def test_a_fused_weight_that_is_cut_has_a_hint_whose_edit_sends_less(by_head):
     assert (exchanged > 0) is not by_head
     assert [hint.text.split("`")[1] for hint in fused_hints(plan)] == ["params/layer_*/qkv"] * (not by_head)
     assert all(hint.text.startswith(f"{format_bytes(exchanged)} of all-to-alls: ") for hint in fused_hints(plan))
+
+
+def test_a_fused_weight_whose_dim_has_no_name_has_a_hint_whose_edit_shards_it():
+    def planned(own_dim):
+        def step(params, x):
+            y = x @ params["w13"].reshape(2048, -1)
+            gate, up = y.reshape(*x.shape[:-1], 2, -1).swapaxes(0, -2) if own_dim else jnp.split(y, 2, -1)
+            return (jax.nn.silu(gate) * up) @ params["w2"]
+
+        params = {"w13": f32(2048, 2, 8192) if own_dim else f32(2048, 16384), "w2": f32(8192, 2048)}
+        dims = {"*/w13": "embed _ mlp" if own_dim else "embed _", "*/w2": "mlp embed" if own_dim else "_ embed"}
+        how = {"mesh": "data=2, model=4", "topology": "v5e:2x4", "layout": "batch: data; mlp?: model"}
+        return mp.plan(step, params, f32(4096, 2048), dims={**dims, "x": "batch embed"}, **how)
+
+    plan, edited = planned(False), planned(True)
+    hint = unnamed_fused_hint(plan)
+    assert hint.text in hints(plan)
+    assert "`params/w13` has 2 arrays in a dim of 16,384, which split cuts at " in hint.text
+    assert "as in [embed, 2, mlp]" in hint.text
+    assert unnamed_fused_hint(edited) is None
+    assert (
+        0 < hint.seconds < plan.seconds - edited.seconds
+    )  # the third matmul, which is sharded as well, is not counted
 
 
 @pytest.mark.parametrize(

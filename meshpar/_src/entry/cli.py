@@ -38,10 +38,18 @@ from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
-from ..layout import BETWEEN_SLICES, OTHER_AXES, characteristic_dims, scheme_name, scheme_text, similar_schemes
+from ..layout import (
+    BETWEEN_SLICES,
+    OTHER_AXES,
+    USUAL_AXES,
+    characteristic_dims,
+    scheme_name,
+    scheme_text,
+    similar_schemes,
+)
 from ..layouts import PRESETS
 from ..options import add_flags, flag_of, given_flags
-from ..passes.advice import fix_of_slices, flags_of, slice_traffic
+from ..passes.advice import fix_of_slices, slice_traffic
 from ..plan_api import Plan
 from ..pods.cli import add_commands
 from ..program.patterns import patterns_of
@@ -49,7 +57,7 @@ from ..progress import Counted, Progress, progress_line
 from ..report.document import shown_text
 from ..report.facts import fits
 from ..report.hints import topology_for_state
-from ..report.names import names_table
+from ..report.names import names_table, unnamed_table
 from ..report.tables import hanging
 from ..report.text import plan_renderable
 from ..runs import RunOptions, run_plan_of
@@ -65,6 +73,8 @@ from .options import Lowering, StepOptions
 from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
 
+LIKELY_MISSPELLED = 0.75
+"""Likeness, of 1, from which on the name of an axis is a misspelling of a usual one."""
 OTHER_SIZE = 4
 """Devices along each axis of a default mesh other than that of the batch."""
 WORTH_TRYING = 0.95
@@ -165,7 +175,7 @@ GROUPS = {
 }
 """Group of commands → their names, in the order of the help."""
 FLAG_GROUPS = {
-    "output": "--json --html --open --csv --steps --write --brief --port --no-browser",
+    "output": "--json --html --open --csv --steps --write --brief --verbose --port --no-browser",
     "less common": "--lowering --overlap --schedule --gather --strict --donate --options --calibration --tokens --names --debug",
 }
 """Groups of flags in the help of a command, after the flags that say what to plan."""
@@ -225,8 +235,8 @@ def _grouped(parser: argparse.ArgumentParser) -> Add:
     for name, flags in FLAG_GROUPS.items():
         group_of |= dict.fromkeys(flags.split(), parser.add_argument_group(name))
 
-    def add(flag: str, **options: Any) -> Any:
-        return (plan if options.get("required") else group_of.get(flag, plan)).add_argument(flag, **options)
+    def add(*flags: str, **options: Any) -> Any:
+        return (plan if options.get("required") else group_of.get(flags[-1], plan)).add_argument(*flags, **options)
 
     return add
 
@@ -339,6 +349,7 @@ def _plan_arguments(add: Add) -> None:
     add("--tokens", metavar="DIM", help=tokens)
     add("--csv", metavar="FILE", help="write the table of collectives as CSV")
     add("--brief", action="store_true", help="print only the head: memory, step, bytes sent, the costliest rule")
+    add("-v", "--verbose", action="store_true", help="print also the options of the compiler")
     add("--steps", action="store_true", help="print what every device runs, one line a step, instead of tables")
 
 
@@ -452,47 +463,48 @@ def _plan(args: argparse.Namespace) -> int:
         plan = plan.with_tokens(args.tokens)
     if args.csv:
         _save_csv(plan, args.csv)
-    brief = shown_text(plan_renderable(plan, brief=True)) if args.brief else None
-    _show(args, plan, text=plan.steps_text() if args.steps else brief)
+    text = plan.steps_text() if args.steps else shown_text(plan_renderable(plan, args.brief, args.verbose))
+    _show(args, plan, text=text)
     if not args.json and not args.steps and plan.chip is not None:
-        _show_next(_next_step(args, plan))
+        _show_next(*_next_step(args, plan))
     if args.open:
         webbrowser.open(Path(args.html).resolve().as_uri())
     return 0 if fits(plan) is not False else 1
 
 
-def _next_step(args: argparse.Namespace, plan: Plan) -> str:
-    """The known scheme of the shortest step that fits on the plan's mesh, if the plan does not fit or that step is faster by
-    :data:`WORTH_TRYING`; where the plan does not fit, FSDP on a mesh of one axis counts as well. Else the command of a search, on
-    more devices if the plan's cannot store its state. The edits that keep each layer within a slice count as a scheme. Schemes that
-    lack an axis of the plan's layout do not count."""
+def _next_step(args: argparse.Namespace, plan: Plan) -> tuple[str, str]:
+    """(command, its purpose): the plan of the known scheme of the shortest step that fits on the plan's mesh, if the plan does not
+    fit or that step is faster by :data:`WORTH_TRYING`; where the plan does not fit, FSDP on a mesh of one axis counts as well. Else
+    a search, on more devices if the plan's cannot store its state. The edits that keep each layer within a slice count as a scheme.
+    Schemes that lack an axis of the plan's layout do not count."""
     if where := topology_for_state(plan):
-        return f"{_command_line(args, 'search', topology=str(where))}: enough devices for the state"
-    found: list[tuple[float, float, str]] = []
+        return _command_line(args, "search", topology=str(where)), "enough devices for the state"
+    found: list[tuple[float, float, dict[str, str]]] = []
     own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
 
-    def add(flags: str, **changes: Any) -> None:
+    def add(**changes: str) -> None:
         """Plan with some changes, and add the result to ``found`` if it fits."""
         with quiet(), contextlib.suppress(MeshparError):
             other = plan.replan(**changes)
             if fits(other) and other.seconds is not None:
-                found.append((other.seconds, other.memory.peak, flags))
+                found.append((other.seconds, other.memory.peak, changes))
 
     if not fits(plan) and len(plan.sizes) > 1:
-        mesh = f"data={plan.mesh.size}"
-        add(f"--mesh {mesh} --layout fsdp", mesh=mesh, layout="fsdp")
+        add(mesh=f"data={plan.mesh.size}", layout="fsdp")
     for name, scheme in PRESETS.items():
         layout = scheme(**{axis: own.get(axis, axis) for axis in inspect.signature(scheme).parameters})
         has_axes = set(plan.layout.axes) <= set(layout.axes) <= plan.sizes.keys()
         if has_axes and not plan.program.all_names().isdisjoint(characteristic_dims(layout)):
-            add(f"--layout {name}" if layout == scheme() else f'--layout "{layout}"', layout=layout)
-    if slice_traffic(plan)[1] and (changes := fix_of_slices(plan)[1]):
-        add(flags_of(changes), **changes)
-    seconds, peak, flags = min(found, default=(math.inf, 0.0, ""))
-    if found and (not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0)):
-        where = ", on the same mesh" * ("--mesh" not in flags)
-        return f"{flags}: {format_seconds(seconds)} a step, {format_memory(peak)} of memory{where}"
-    return f"{_command_line(args, 'search')}: other meshes and layouts"
+            add(layout=name if layout == scheme() else str(layout))
+    if slice_traffic(plan)[1] and (edits := fix_of_slices(plan)[1]):
+        add(**edits)
+    if found:
+        seconds, peak, changes = min(found, key=lambda f: f[:2])
+        if not fits(plan) or seconds < WORTH_TRYING * (plan.seconds or 0.0):
+            flags = {"mesh": mesh_text(plan.sizes), "layout": str(plan.requested_layout), **changes}
+            text = f"{format_seconds(seconds)} a step, {format_memory(peak)} of memory"
+            return _command_line(args, "plan", **flags), text
+    return _command_line(args, "search"), "other meshes and layouts"
 
 
 def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
@@ -508,11 +520,9 @@ def _command_line(args: argparse.Namespace, command: str, **flags: str) -> str:
     return shlex.join(words)
 
 
-def _show_next(line: str) -> None:
-    """Print what to do next: a command in one line, to copy."""
-    head = Text("next", "bold green")
-    text = f"{shown_text(head)}  {line}" if line.startswith("meshpar ") else shown_text(hanging([(head, line)]))
-    print(f"\n{text}")
+def _show_next(command: str, purpose: str) -> None:
+    """Print what to do next: the purpose, and below it a command in one line, to copy."""
+    print(f"\n{shown_text(Text.assemble(('next', 'bold green'), f'  {purpose}:'))}\n      {command}")
 
 
 @contextlib.contextmanager
@@ -687,7 +697,7 @@ def _search(args: argparse.Namespace) -> int:
     found.name, found.command = target.name.rpartition(":")[2], _command_line(args, "plan", **how, **overlap)
     _show(args, found)
     if not args.json and (found.fits or found.larger):
-        _show_next(found.command)
+        _show_next(found.command, "the plan of ★")
     return 0 if found.fits else 1
 
 
@@ -771,18 +781,22 @@ def _diff(args: argparse.Namespace) -> int:
 
 @_command(_names_arguments, "the names of the dims of a step's arguments, inferred where nobody gave one")
 def _names(args: argparse.Namespace) -> int:
-    """``meshpar names``: print the name of each dim, its evidence and the arrays that have it; exit status 0."""
+    """``meshpar names``: print the name of each dim, its evidence and the arrays that have it, and arrays with dims without
+    names; exit status 0."""
     target = _target(args)
     program = named_program(target.step, *target.args, dims=target.dims)
-    patterns, table = patterns_of(program), names_table(program)
+    patterns, tables = patterns_of(program), {"names": names_table(program), "unnamed": unnamed_table(program)}
     if args.write:
         Path(args.write).write_text(json.dumps(patterns, indent=2) + "\n")
     if args.json:
-        heads = [head for head, _ in table.columns]
-        rows = [dict(zip(heads, (cell.text for cell in row), strict=True)) for row in table.rows]
-        print(json.dumps({"dims": patterns, "names": rows}, indent=2))
+        rows = {name: [[cell.text for cell in row] for row in table.rows] for name, table in tables.items()}
+        names = [dict(zip(("dim", "size", "arrays", "certain", "evidence"), row, strict=True)) for row in rows["names"]]
+        unnamed = [dict(zip(("path", "shape", "dims"), row, strict=True)) for row in rows["unnamed"]]
+        print(json.dumps({"dims": patterns, "names": names, "unnamed": unnamed}, indent=2))
     else:
-        print(shown_text(table.terminal()))
+        print("\n\n".join(shown_text(table.terminal()) for table in tables.values() if table.rows))
+        if tables["unnamed"].rows:
+            print("\nNo rule shards a dim without a name. --write FILE writes a mapping to edit, --dims FILE reads it.")
     return 0
 
 
@@ -874,6 +888,9 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layo
         what = f"the slices of {topology}, and one axis in each" if over else f"one axis over all of {topology}"
         what = "the axes of the layout: --mesh has other sizes, and `meshpar search` finds them" if others else what
         _say(args, f"default  mesh: {mesh}, {what}")
+        for axis in set(axes) - USUAL_AXES:
+            for usual in near(axis, USUAL_AXES, LIKELY_MISSPELLED)[:1]:
+                _say(args, f"default  axis `{axis}` is new: did you mean `{usual}`?")
     return mesh
 
 

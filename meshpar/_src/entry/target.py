@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -13,11 +14,12 @@ import re
 import sys
 import sysconfig
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -131,11 +133,27 @@ def _called(
             f"{text} cannot be called without arguments, or with the ones from --set: {e}",
             fixes=[*_similar_options(e, defaults, module), returns, *([of_step] if returns is _SHAPE else [])],
         ) from None
+    _check_choices(options or {}, function, module)
     with without_gc(), nnx.use_eager_sharding(False):  # names in metadata of NNX are no axes of a current mesh
         similar = functools.partial(_similar_options, defaults=defaults, module=module)
         returned = failing_as_target(text, lambda: function(**(options or {})), similar)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     return returned, {**defaults, **(options or {})}, open_ended
+
+
+def _check_choices(options: Mapping[str, Any], function: Callable[..., Any], module: ModuleType) -> None:
+    """Raise TargetError for a value of an option that is in no ``Literal`` type of its name: of a parameter of the target function,
+    or of fields of dataclasses of its module. A name that has another type as well is not checked."""
+    types: defaultdict[str, list[Any]] = defaultdict(list)
+    for annotated in (function, *filter(dataclasses.is_dataclass, vars(module).values())):
+        with contextlib.suppress(Exception):  # annotations that cannot be evaluated, for any reason
+            for name, kind in get_type_hints(annotated).items():
+                types[name].append(kind)
+    for name, value in options.items():
+        known = [choice for kind in types[name] if get_origin(kind) is Literal for choice in get_args(kind)]
+        if known and all(get_origin(kind) is Literal for kind in types[name]) and value not in known:
+            fixes = did_you_mean(str(value), map(str, known), "values")
+            raise TargetError(f"--set {name}={value}: `{name}` is one of {', '.join(map(str, known))}", fixes=fixes)
 
 
 def _similar_options(error: Exception, defaults: Mapping[str, Any], module: ModuleType) -> list[str]:

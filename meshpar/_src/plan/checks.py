@@ -74,7 +74,7 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
                 *_inferred_names(program, rule.dim),
                 *_misspelled_names(program, rule.dim),
                 *_list_of_layers(program, rule.dim),
-                "or remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
+                "remove the rule, or name the dim (dims=…, Flax metadata, mp.named)",
                 *([_rule_of_its_own(layout, similar[0])] if shared else []),
                 *(
                     []
@@ -87,7 +87,7 @@ def check_dims(program: Program, layout: Layout, init: bool) -> None:
 
 def _rule_of_its_own(layout: Layout, dim: str) -> str:
     """The fix for a rule that seems to be misspelled: a rule for the dim that it is similar to, as the user writes rules."""
-    return f"or give `{dim}` a rule of its own: {f'({dim!r}, None)' if layout.from_pairs else f'`{dim}: none`'}"
+    return f"give `{dim}` a rule of its own: {f'({dim!r}, None)' if layout.from_pairs else f'`{dim}: none`'}"
 
 
 def check_spelling(layout: Layout, names: Collection[str]) -> None:
@@ -101,7 +101,7 @@ def check_spelling(layout: Layout, names: Collection[str]) -> None:
                 rule=str(rule),
                 fixes=[
                     *did_you_mean(rule.dim, names, "dims"),
-                    "or remove the rule",
+                    "remove the rule",
                     _rule_of_its_own(layout, similar[0]),
                 ],
             )
@@ -276,7 +276,7 @@ def check_joins(program: Program, strict: bool, layout: Layout) -> None:
             fixes=[
                 *(f"swap the names of one array: {entry}" for entry in _swaps(j)),
                 f'give both the same name, or make clear where they part: mp.rename(x, {j.first}="{j.second}")',
-                "or plan without strict=True",
+                "plan without strict=True",
             ],
         )
     new = {_join_key(j): j for j in program.joins}

@@ -183,7 +183,7 @@ class PlanDiff(Document):
 
 def _signed(seconds: float) -> str:
     """``+3.2 ms``, ``−3.2 ms``."""
-    return f"{'−' if seconds < 0 else '+'}{format_seconds(abs(seconds))}".replace(" ", "\u00a0")
+    return f"{'−' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"
 
 
 def _metrics(a: Plan, b: Plan) -> Iterator[Metric]:

@@ -69,6 +69,7 @@ def hints(plan: Plan) -> list[str]:
         repeated_exchange_hint(plan),
         float32_hint(plan),
         *fused_hints(plan),
+        unnamed_fused_hint(plan),
         *_exchanges(plan),
     ]
     largest = (lambda h: (-h.bytes, -h.seconds)) if fits(plan) is False else (lambda h: (-h.seconds, -h.bytes))
@@ -219,17 +220,55 @@ def fused_hints(plan: Plan) -> list[Hint]:
         arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
         cut = [(v.shape[i], v.nodes[i]) for v, dims in arrays if v for i, fs in enumerate(dims or ()) if along & {*fs}]
         if cut and (weight := weight_of.get(root_of(max(cut)[1]))) is not None:
-            sent[re.sub(r"\d+", "*", weight.path or "")].append(c)
+            sent[re.sub(r"(?<![A-Za-z\d])\d+", "*", weight.path or "")].append(c)
     found = []
     for path, cut in sent.items():
         size = sum(c.total_bytes for c in cut)
         text = (
             f"{format_bytes(size)} of all-to-alls: `{path}` has several arrays in one sharded dim, which are cut. Use one weight "
-            "for each array, or reshape the result to heads before the cut (this changes the order of a checkpoint's elements): "
-            "docs/names.md#fused-kernels"
+            "for each array, or a dim of its own for the arrays, as in [embed, 2, mlp]; for heads, reshape the result before the "
+            "cut (this changes the order of a checkpoint's elements): docs/names.md#fused-kernels"
         )
         found.append((size, Hint(text, sum(c.total_seconds for c in cut))))
     return [hint for _, hint in sorted(found, key=lambda x: -x[0])[:MAX_HINTS]]
+
+
+def unnamed_fused_hint(plan: Plan) -> Hint | None:
+    """The weight of the largest redundant matmuls with several arrays in one dim (gate and up), which has no name since the program
+    cuts it, so that no rule shards it; None: there is none, or these matmuls take a small part of the step."""
+    time, program, took = time_of(plan), plan.program, defaultdict[int, float](float)
+    if time is None:
+        return None
+    root_of, cuts = (
+        program.unifier.weak_root,
+        dict[int, tuple[Op, int, int]](),
+    )  # class of a dim → (op, size, size of a part)
+    for op in program.root.walk():
+        if op.name in ("split", "slice") and (whole := op.ins[0]) is not None:
+            for i, (size, part) in enumerate(zip(whole.shape, op.outs[0].shape, strict=True)):
+                if 1 < part < size and size % part == 0 and whole.nodes[i] >= 0 and not program.dim_name(whole, i):
+                    cuts.setdefault(root_of(whole.nodes[i]), (op, size, part))
+    dims = {v: [root_of(node) if node >= 0 else -1 for node in v.nodes] for v in program.inputs if v.kind == "params"}
+    for kernel, of in kernel_times(plan).items() if cuts else ():
+        for step in kernel.matmuls:
+            times = plan.mesh.size // shard_count([a for axes in step.axes or () for a in axes], plan.sizes)
+            arrays = (v for v in (*step.op.ins, *step.op.outs) if v is not None)
+            for root in {root_of(node) for v in arrays for node in v.nodes if node >= 0} & cuts.keys():
+                took[root] += of.count * of.seconds * (1 - 1 / times)
+    root = max((r for of in dims.values() for r in of if r in took), key=lambda r: took[r], default=-1)
+    if took[root] < MIN_MATMUL_SHARE * time.seconds:
+        return None
+    weight = next(v for v, of in dims.items() if root in of)
+    op, size, part = cuts[root]
+    names = [name or "_" for name in program.dims(weight)]
+    k = dims[weight].index(root)
+    own = ", ".join((*names[:k], str(size // part), "mlp" if names[k] == "_" else names[k], *names[k + 1 :]))
+    return Hint(
+        f"up to {format_seconds(took[root])}: `{weight.path}` has {size // part} arrays in a dim of {size:,}, which {op.name} cuts "
+        f"at {op.location or '?'}: no rule shards it, and several devices compute its matmuls redundantly. Use one weight for each "
+        f"array, or a dim of its own for the arrays, as in [{own}]: docs/names.md#fused-kernels",
+        took[root],
+    )
 
 
 def recomputation_hint(plan: Plan) -> Hint | None:

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
+from ..dims import format_dims
 from ..program import Program
 from ..program.inferred_names import GIVEN, inferred_names
 from .tables import Cell, Table, code, number
+
+
+def unnamed_table(program: Program) -> Table:
+    """The arguments with dims that have neither a name nor size 1, optimizer state excluded: paths, with ``*`` for numbers of
+    layers, shapes, and dims with ``_`` for the ones without a name."""
+    rows = {}
+    for value in program.inputs:
+        dims = program.dims(value)
+        if value.kind != "opt" and any(not name and size > 1 for name, size in zip(dims, value.shape, strict=True)):
+            path = re.sub(r"(?<![A-Za-z\d])\d+", "*", value.path or "")
+            rows[path, value.shape] = [code(path), Cell(str(list(value.shape))), code(format_dims(dims))]
+    return Table([("dims without a name (_), in", "path"), ("shape", ""), ("dims", "")], list(rows.values()))
 
 
 def names_table(program: Program) -> Table:

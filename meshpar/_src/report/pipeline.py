@@ -38,8 +38,8 @@ def bubble_text(plan: Plan, p: Pipeline) -> str:
     """The bubble of a pipeline: the idle slots of a stage as a fraction of its slots, and with a chip the seconds of the plan's
     pipelines in idle slots as a fraction of the step (:func:`step_bounds`)."""
     slots, parts = p.schedule.all_slots, dict(step_bounds(plan))
-    step = f", {100 * parts[BUBBLE] / sum(parts.values()):.0f}\u00a0% of the step" if BUBBLE in parts else ""
-    share = f"{100 * p.bubble:.1f}\u00a0% of the layers' time{step}"
+    step = f", {100 * parts[BUBBLE] / sum(parts.values()):.0f} % of the step" if BUBBLE in parts else ""
+    share = f"{100 * p.bubble:.1f} % of the layers' time{step}"
     return f"bubble: a stage is idle in {round(p.bubble * slots)} of its {slots} slots, {share}"
 
 

@@ -21,6 +21,8 @@ from .facts import arrivals_text, fits
 from .hints import hints
 from .tables import prose
 
+OPTIONS = "Compiler options"
+"""The section that a terminal shows on request only."""
 MAX_OVERLAP_ROWS = 8
 MIN_REPORTED_SHARE = 0.05
 """Fraction of the matmuls' FLOPs from which on redundant matmuls are reported."""
@@ -140,9 +142,9 @@ def overlaps(plan: Plan) -> Section:
 
 def options(plan: Plan) -> Section:
     """The compiler options of the plan, each group with its reason; may be empty."""
-    of, title = plan.options, "Compiler options"
+    of = plan.options
     if not of.values and not of.left_out:
-        return Section(title)
+        return Section(OPTIONS)
     own = ", and the user's own" if of.given else ""
     lines = [
         *(
@@ -152,7 +154,9 @@ def options(plan: Plan) -> Section:
         *(Line("given", f"{k}={v}") for k, v in of.given),
         *(Line("left out", f"{group.name}: {reason}", "yellow") for group, reason in of.left_out),
     ]
-    return Section(title, f"{len(of.values)} compiler options (options={of.mode}{own}; plan.options.values)", lines)
+    left_out = f"; {len(of.left_out)} left out" * bool(of.left_out)
+    head = f"{len(of.values)} compiler options (options={of.mode}{own}{left_out}): `meshpar plan -v` and plan.options show them"
+    return Section(OPTIONS, head, lines)
 
 
 def _unnamed_places(program: Program, missing: Iterable[tuple[Op, Value, int]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ from . import facts
 from .colours import PALETTE, ROLE_STYLES, AxisColours
 from .facts import ArgumentGroup, CollectiveGroup
 from .pipeline import pipeline_section
-from .sections import remedies, sections
+from .sections import OPTIONS, remedies, sections
 from .tables import GROUP, Cell, Table, Wrapped, hanging
 from .timeline import step_notes, step_shares
 
@@ -47,8 +47,9 @@ def plan_line(plan: Plan) -> str:
     return f"<Plan on {mesh_text(plan.sizes)}: {layout or UNSHARDED}; sends {format_bytes(plan.bytes_sent)} a step>"
 
 
-def plan_renderable(plan: Plan, brief: bool = False) -> Any:
-    """The plan for rich: mesh and layout, a summary, collectives, memory and time, arguments, notes; ``brief``: only the first two.
+def plan_renderable(plan: Plan, brief: bool = False, verbose: bool = False) -> Any:
+    """The plan for rich: mesh and layout, a summary, collectives, memory and time, arguments, notes; ``brief``: only the first two;
+    ``verbose``: with the options of the compiler, not only their number.
 
     Where the peak exceeds the memory of a device, the first line is DOES NOT FIT, and the next ones say what to change.
     """
@@ -77,7 +78,7 @@ def plan_renderable(plan: Plan, brief: bool = False) -> Any:
         _costs(plan),
         [_arguments(plan, colours)],
         changes[1:],
-        *(section.terminal() for section in sections(plan)),
+        *(section.terminal()[: None if verbose or section.title != OPTIONS else 1] for section in sections(plan)),
     ]
     lines = [line for block in blocks[: 2 if brief else None] if block for line in (*block, Text())]
     return Group(*(_indented(line) if isinstance(line, Text) else line for line in lines[:-1]))
@@ -195,7 +196,7 @@ def _costs(plan: Plan) -> list[Text]:
     if time is not None and chip is not None:
         takes = f"{facts.takes_text(facts.fits(plan))} {'at least' if plan.uncounted_loops else 'about'} "
         takes += format_seconds(time.seconds)
-        on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f}\u00a0% of the peak FLOP/s"
+        on = f" on {chip.name}: {facts.time_bounds(time)}; {100 * time.mfu:.0f} % of the peak FLOP/s"
         out += [Text.assemble((takes, "bold"), on), *(Text(f"    {note}", "dim") for note in step_notes(plan))]
     if decoding := decoding_of(plan):
         out.append(Text.assemble(("decoding ", "bold"), str(decoding)))

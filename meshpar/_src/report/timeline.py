@@ -260,7 +260,7 @@ def step_shares(plan: Plan) -> list[str]:
     """``"matmuls 68 %"`` for each of :func:`step_bounds` from :data:`MIN_SHARE` of the step on, longest first."""
     bounds = step_bounds(plan)
     seconds = sum(n for _, n in bounds)
-    return [f"{name} {100 * n / seconds:.0f}\u00a0%" for name, n in bounds if n >= MIN_SHARE * seconds]
+    return [f"{name} {100 * n / seconds:.0f} %" for name, n in bounds if n >= MIN_SHARE * seconds]
 
 
 def trace_json(plan: Plan) -> str:
