@@ -1,15 +1,14 @@
 """The loss of `examples/train_lm.py` with matmuls in 8 and 4 bits, under its layouts.
 
     python benchmarks/low_precision.py [--steps 500] [--formats float8 mxfp8 nvfp4] [--layouts dp fsdp …]
-    python benchmarks/low_precision.py --compile v5p:4x4x4 "4x h100:8" [--formats …]
+    python benchmarks/low_precision.py --steps 0 --compile v5p:4x4x4 "4x h100:8" [--formats …]
 
 Each format of `mp.train.Precision` trains the same byte-level Transformer from the same weights on the same batches, on 2 or 4
 virtual CPU devices. Norms, the embedding and the logits are not quantized. ``loss``: mean over the last 50 steps, in nats per byte;
 ``held out``: bits per byte. In parentheses: the difference to bfloat16 under the first layout, since no layout
 changes the losses beyond rounding.
 
-``--compile``: the step of Llama 3 8B with 64 sequences of 2,048 tokens and FSDP over all devices, planned and compiled by the
-compilers of the topologies. Norms are not quantized; the embedding is no matmul, and stays in bfloat16. ``all-gathers``: bytes that
+``--compile``: first, the step of Llama 3 8B with 64 sequences of 2,048 tokens and FSDP over all devices, planned and compiled. Norms are not quantized; the embedding is no matmul, and stays in bfloat16. ``all-gathers``: bytes that
 a device sends in a step, and in parentheses their fraction of bfloat16's. ``compiled``: bytes of all collectives of the compiled
 program, as a fraction of the plan's; merged collectives are equal ones that XLA computes once.
 """
@@ -105,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         table = Table("topology", "format", "all-gathers", "compiled", "collectives", "planned step")
         for topology in args.compile:
             compare(topology, args.formats, table)
+        print()
+    if not args.steps:
         return
     table = Table("layout", "format", "loss", "held out")
     plain = trained("bfloat16", args.layouts[0], args.steps)

@@ -450,7 +450,7 @@ def ordered_devices(shape: Sequence[int], devices: Sequence[Any], slices: int, t
 def _cycle(sides: Sequence[int]) -> list[int] | None:
     """A cycle through the neighbours of a grid, as indices in its row-major order; None: it has no even side, or is a line.
 
-    Each row of the even side is passed back and forth from its second cell on, and the first cells are the way back.
+    Rows of the even side are passed in alternating directions from the second cell on; the first cells close the cycle.
     """
     even = next((k for k, n in enumerate(sides) if n % 2 == 0), None)
     if even is None or len(sides) < 2:
