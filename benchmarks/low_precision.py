@@ -8,9 +8,10 @@ virtual CPU devices. Norms, the embedding and the logits are not quantized. ``lo
 ``held out``: bits per byte. In parentheses: the difference to bfloat16 under the first layout, since no layout
 changes the losses beyond rounding.
 
-``--compile``: first, the step of Llama 3 8B with 64 sequences of 2,048 tokens and FSDP over all devices, planned and compiled. Norms are not quantized; the embedding is no matmul, and stays in bfloat16. ``all-gathers``: bytes that
-a device sends in a step, and in parentheses their fraction of bfloat16's. ``compiled``: bytes of all collectives of the compiled
-program, as a fraction of the plan's; merged collectives are equal ones that XLA computes once.
+``--compile``: first, the step of Llama 3 8B with 64 sequences of 2,048 tokens and FSDP over all devices, planned and compiled.
+Norms are not quantized; the embedding is no matmul, and stays in bfloat16. ``all-gathers``: bytes that a device sends in a step,
+and in parentheses their fraction of bfloat16's. ``compiled``: bytes of all collectives of the compiled program, as a fraction of
+the plan's; merged collectives are equal ones that XLA computes once.
 """
 
 import argparse

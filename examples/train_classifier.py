@@ -19,7 +19,6 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from rich.console import Console
-from sklearn.datasets import load_digits
 
 import meshpar as mp
 
@@ -115,6 +114,8 @@ Split = tuple[np.ndarray, np.ndarray]
 
 def load_split(seed: int) -> tuple[Split, Split]:
     """(images [n, 8, 8] from 0 to 1, labels [n]) to train on and to test."""
+    from sklearn.datasets import load_digits
+
     digits: Any = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images = (digits.images / 16).astype(np.float32)[order]

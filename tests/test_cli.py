@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
@@ -710,6 +711,7 @@ OWN = {
 """Command → the same of its own flags, in place of those above."""
 
 
+@functools.cache
 def flags_of(command):
     return {flag for action in command_parser().commands[command]._actions for flag in action.option_strings}
 

@@ -37,10 +37,13 @@ def test_a_run_replaces_the_cases_that_it_ran(tmp_path, monkeypatch):
 
 def test_one_case_of_each_test_is_left():
     cases = {f"a.py::test_{name}[{case}]" for name in "abcdefgh" for case in range(2)}
-    left = cases - durations.all_but_one_case(sorted(cases))
+    left = cases - durations.all_but_one_case(sorted(cases), {})
     assert [x.partition("[")[0] for x in sorted(left)] == [f"a.py::test_{name}" for name in "abcdefgh"]
     assert {x[-2] for x in left} == {"0", "1"}
-    assert durations.all_but_one_case(["a.py::test"]) == set()
+    assert durations.all_but_one_case(["a.py::test"], {}) == set()
+    seconds = {"a.py::test_one": {"0": 3.0}, "a.py::test_two": {"0": 4.0, "1": 2.0, "2": 3.0}}
+    some = [f"a.py::test_one[{k}]" for k in range(2)] + [f"a.py::test_two[{k}]" for k in range(3)]
+    assert set(some) - durations.all_but_one_case(some, seconds) == {"a.py::test_one[1]", "a.py::test_two[1]"}
 
 
 def test_the_recorded_tests_exist():

@@ -28,19 +28,31 @@ def load() -> Durations:
     return json.loads(FILE.read_text())
 
 
-def is_slow(nodeid: str, durations: Durations, seconds: float = SLOW) -> bool:
-    """Whether a case is recorded with at least so many seconds."""
+def seconds_of(nodeid: str, durations: Durations) -> float:
+    """The recorded seconds of a case, 0 if it is not recorded."""
     test, case = split(nodeid)
     recorded = durations.get(test, 0.0)
-    return (recorded.get(case, 0.0) if isinstance(recorded, dict) else recorded) >= seconds
+    return recorded.get(case, 0.0) if isinstance(recorded, dict) else recorded
 
 
-def all_but_one_case(nodeids: Iterable[str]) -> set[str]:
-    """The pytest ids without one case of each test, which the test's name selects, so that not all are the first parameters."""
+def is_slow(nodeid: str, durations: Durations, seconds: float = SLOW) -> bool:
+    """Whether a case is recorded with at least so many seconds."""
+    return seconds_of(nodeid, durations) >= seconds
+
+
+def all_but_one_case(nodeids: Iterable[str], durations: Durations) -> set[str]:
+    """The pytest ids without one case of each test.
+
+    One below :data:`SLOW`, which the test's name selects, so that not all have the first parameters, else the shortest one.
+    """
     cases = defaultdict(list)
     for nodeid in nodeids:
         cases[split(nodeid)[0]].append(nodeid)
-    return {x for test, of in cases.items() for x in set(of) - {of[zlib.crc32(test.encode()) % len(of)]}}
+    left = set()
+    for test, of in cases.items():
+        fast = [x for x in of if not is_slow(x, durations)] or [min(of, key=lambda x: seconds_of(x, durations))]
+        left |= set(of) - {fast[zlib.crc32(test.encode()) % len(fast)]}
+    return left
 
 
 def updated(durations: Durations, measured: dict[str, float]) -> Durations:

@@ -44,7 +44,7 @@ def test_stochastic_rounding_has_no_bias():
     x = jnp.full((4096, 16), 0.3).at[:, 0].set(1.0)
     means = []
     for gradient in (True, False):
-        q = FORMATS["nvfp4"].encode(x, {1: 16}, "x", gradient)
+        q = jax.jit(lambda x, gradient=gradient: FORMATS["nvfp4"].encode(x, {1: 16}, "x", gradient))(x)
         means.append(float(q.values[:, 1:].astype(jnp.float32).mean() * power(q.exponent)))
     assert means[0] == pytest.approx(0.3, rel=2e-3)
     assert abs(means[1] - 0.3) > 0.01
@@ -63,8 +63,8 @@ def test_values_and_gradients_of_all_dimension_numbers(name, einsum):
         y = jnp.einsum(einsum, *((x, p["w"]) if "b" in first else (p["w"], x)))
         return (y * jnp.sin(jnp.arange(y.size).reshape(y.shape))).sum()
 
-    exact = jax.grad(loss, (0, 1))(*arrays)
+    exact = jax.jit(jax.grad(loss, (0, 1)))(*arrays)
     got = jax.jit(jax.grad(mp.train.Precision(name)(loss), (0, 1)))(*arrays)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
         assert a.shape == b.shape
-        assert jnp.linalg.norm(a - b) < {"float8": 0.08, "mxfp8": 0.06, "nvfp4": 0.35}[name] * jnp.linalg.norm(b)
+        assert np.linalg.norm(a - b) < {"float8": 0.08, "mxfp8": 0.06, "nvfp4": 0.35}[name] * np.linalg.norm(b)

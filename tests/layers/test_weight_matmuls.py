@@ -83,11 +83,13 @@ def test_other_arguments_and_results_stay():
         assert scale == 2.0
         return (x @ w).sum() * scale, {"n": jnp.int32(3), "none": None}
 
-    (value, aux), g = jax.value_and_grad(POLICY(loss), has_aux=True)(W, X, True, "a", scale=2.0)
+    run = jax.jit(jax.value_and_grad(POLICY(loss), has_aux=True), static_argnums=(2, 3), static_argnames="scale")
+    (value, aux), g = run(W, X, True, "a", scale=2.0)
     assert value.dtype == g.dtype == jnp.float32
     assert aux["none"] is None
     assert int(aux["n"]) == 3
-    assert jax.vmap(POLICY(lambda w, x: (x @ w).sum()), (0, None))(jnp.stack([W, 2 * W]), X).shape == (2,)
+    over_weights = jax.jit(jax.vmap(POLICY(lambda w, x: (x @ w).sum()), (0, None)))
+    assert over_weights(jnp.stack([W, 2 * W]), X).shape == (2,)
 
 
 def test_a_gradient_of_large_and_of_non_finite_values():
@@ -95,11 +97,11 @@ def test_a_gradient_of_large_and_of_non_finite_values():
         return (x @ w.astype(x.dtype)).sum()
 
     for dtype in (jnp.float16, jnp.bfloat16):  # the products of codes exceed float16
-        value = POLICY(sums)(W.astype(dtype), jnp.ones((4, 64), dtype))
+        value = jax.jit(POLICY(sums))(W.astype(dtype), jnp.ones((4, 64), dtype))
         assert value.dtype == dtype
         assert float(value) == 4 * 64 * 32
     for name in ("float8", "mxfp8", "nvfp4"):
-        policy = mp.train.Precision(name)
-        g = jax.grad(policy(sums))(jnp.ones((64, 32)), jnp.zeros((32, 64)).at[0, 0].set(jnp.nan))
+        gradient = jax.jit(jax.grad(mp.train.Precision(name)(sums)))
+        g = gradient(jnp.ones((64, 32)), jnp.zeros((32, 64)).at[0, 0].set(jnp.nan))
         assert bool(jnp.isnan(g[0]).all())
-        assert float(jnp.abs(jax.grad(policy(sums))(jnp.ones((64, 32)), jnp.zeros((32, 64)))).max()) == 0
+        assert float(jnp.abs(gradient(jnp.ones((64, 32)), jnp.zeros((32, 64)))).max()) == 0

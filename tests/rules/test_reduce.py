@@ -39,7 +39,7 @@ def test_a_reduction_over_a_vmapped_axis_and_its_gradient_are_the_unsharded_ones
 
     same(step, X, layout=LAYOUT, dims=DIMS, lowerings=BOTH, meshes=MESHES)
     inside = mp.jit(loss, mesh="data=4, model=2", layout=LAYOUT, dims=DIMS, lowering="shard_map")
-    np.testing.assert_allclose(jax.grad(inside)(X), jax.grad(loss)(X), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(inside))(X), jax.jit(jax.grad(loss))(X), rtol=1e-5, atol=1e-6)
 
 
 def test_integers_booleans_and_narrow_floats():

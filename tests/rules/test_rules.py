@@ -39,8 +39,8 @@ ints = functools.partial(numbers, dtype=np.int32)
 
 
 def spd(n: int, batch: int = 4) -> jax.Array:
-    x = numbers(batch, n, n)
-    return x @ jnp.swapaxes(x, -1, -2) + 4 * jnp.eye(n)
+    x = np.asarray(numbers(batch, n, n))
+    return jnp.asarray(x @ np.swapaxes(x, -1, -2) + 4 * np.eye(n, dtype=x.dtype))
 
 
 def equations(jaxpr: Jaxpr):

@@ -14,7 +14,7 @@ from meshpar._src.verify.profile import planned_name
 from meshpar._src.verify.trace import read_trace
 from meshpar.errors import UnsupportedError
 
-LAYERS, RUNS = 2, 2
+LAYERS, RUNS, DEVICES = 2, 2, 4
 DIMS = {"params/up": "layers embed mlp", "params/down": "layers mlp embed", "x": "batch embed"}
 PARAMS = {"up": jnp.ones((LAYERS, 32, 64)) / 32, "down": jnp.ones((LAYERS, 64, 32)) / 64}
 X = jnp.ones((16, 32))
@@ -35,7 +35,7 @@ LAYOUT = "batch: data; mlp: model; embed: data"
 
 
 def sharded(layout=LAYOUT):
-    return mp.jit(train_step, mesh="data=4, model=2", layout=layout, dims=DIMS)
+    return mp.jit(train_step, mesh="data=2, model=2", layout=layout, dims=DIMS)
 
 
 def planned_for_tpu(layout=LAYOUT):
@@ -81,7 +81,7 @@ def trace(tmp_path_factory):
 def test_trace_of_a_step(trace):
     plan, folder, report = trace
     assert report.runs == RUNS
-    assert report.devices == 8
+    assert report.devices == DEVICES
     assert report.step.name == "jit_train_step"
     assert {m.name for m in report.collectives} == set(map(plan.scope_name, plan.collectives))
     assert not report.other
@@ -102,14 +102,14 @@ def test_trace_of_a_step(trace):
     gathers = [n for n, i in ops if "all-gather embed mlp" in i.op_name and i.opcode == "all-gather"]
     assert len(gathers) == 2  # forward and backward pass
     for name in gathers:
-        assert sum(e.name == name for e in program.events) == RUNS * 8 * LAYERS  # runs, devices, layers
+        assert sum(e.name == name for e in program.events) == RUNS * DEVICES * LAYERS  # runs, devices, layers
     assert all(e.end >= e.start for e in program.events)
 
 
 def test_reports(trace, tmp_path):
     _, _, report = trace
     text = str(report)
-    assert text.startswith(f"{RUNS} runs of the step on 8 devices")
+    assert text.startswith(f"{RUNS} runs of the step on {DEVICES} devices")
     assert "all-gather embed mlp | embed: data" in text
     assert "loop over layers, backward pass" in text
     assert "mp.hardware.calibrate" in text  # which gives the planned times that this plan lacks
