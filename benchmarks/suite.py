@@ -179,7 +179,9 @@ BENCHMARKS = (
     ),
     Benchmark("optimizers", "step", "python benchmarks/optimizers.py", 5),
     Benchmark("move", "step", "python benchmarks/move.py", 5),
-    Benchmark("low_precision", "step", "python benchmarks/low_precision.py", 60),
+    Benchmark(
+        "low_precision", "step", "python benchmarks/low_precision.py --compile v5p:4x4x4 '4x h100:8'", 60, needs=("libtpu",)
+    ),
     Benchmark(
         "batch_sizes", "step", "python benchmarks/batch_sizes.py --logs LOGS --plot docs/static/batch-sizes.png", 60,
         "python benchmarks/batch_sizes.py --quick --logs LOGS", "Steps to a target loss",

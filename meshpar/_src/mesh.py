@@ -14,11 +14,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..errors import IdleDevicesWarning, LayoutSyntaxError, MeshError
-from .compat.devices import device_mesh as ordered_devices
 from .compat.jax import mesh_in_context, user_stacklevel, with_auto_axes
 from .compat.processes import DEVICES, ELASTIC, process_count
 from .dims import NAME
-from .hardware.topology import check_fills, parse_topology, topology_devices
+from .hardware.topology import check_fills, ordered_devices, parse_topology, topology_devices
 from .layout import AnyMesh
 from .units import mesh_text
 
@@ -126,7 +125,8 @@ def mesh(
         first axes cross: ``"slice=2, data=256"``), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"``
         (TensorCores). It needs the compiler's package (``libtpu``, or JAX's CUDA plugin), no hardware.
       devices: default: all devices, of every process, of which the first ``prod(sizes)`` are used. Live TPU slices are laid
-        out as ``topology`` lays out the same slices.
+        out as ``topology`` lays out the same slices: like ``jax.make_mesh``, but along an axis through a box of the torus (8
+        devices of a 2x4 slice) the devices are in the order of a ring of neighbours.
 
     Raises:
       LayoutSyntaxError: ``spec`` or ``names`` that describe no mesh.
