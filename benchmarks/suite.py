@@ -220,7 +220,7 @@ BENCHMARKS = (
     Benchmark("lab", "step", "python benchmarks/lab.py", 30, needs=("playwright",)),
     Benchmark("soak", "step", "python benchmarks/soak.py", 120),
     Benchmark(
-        "fuzz", "step", "python benchmarks/fuzz.py --cases 2000 --seed 90 --lowering shard_map jit --workers 2", 240,
+        "fuzz", "step", "python benchmarks/fuzz.py --cases 2000 --seed 1130 --lowering shard_map jit", 240,
         "python benchmarks/fuzz.py --cases 20 --seed 90 --tries 0", "Random programs",
         "Random programs under random layouts, compared with the unsharded run.",
     ),
