@@ -190,7 +190,7 @@ class Search(Document):
             choice = Cell(shown.plain, markup=where, terminal=shown)
             cells.append([Cell(labels.get(row, "")), seconds, mfu, memory, sent, choice])
         columns = [("", ""), ("step", "n"), ("MFU", "n more"), ("peak", "n"), ("sends", "n more")]
-        return Table([*columns, ("mesh, why it is not chosen, layout", "")], cells, attributes=ids)
+        return Table([*columns, ("mesh, scheme, why it is not chosen; layout", "")], cells, attributes=ids)
 
     def _why_not(self, row: Row) -> str:
         """Why a candidate is not chosen, compared with the best, ``★``; "" for the best, if it fits."""
