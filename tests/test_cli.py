@@ -724,7 +724,7 @@ def cases_of(command):
 
 ELSEWHERE = set(
     """--help --set --args --dims --names --json --debug --html --open --csv --steps --port --no-browser --devices --ints --tokens
-    --write --brief""".split()
+    --write --brief --verbose""".split()
 )
 """Options that no call of the API takes; they have tests of their own."""
 

@@ -14,6 +14,8 @@ from meshpar._src.compat.versions import installed_version
 from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.hardware.options import GROUPS, TunedOptions, choose_options, read_tuned
 from meshpar._src.hardware.topology import topology_devices
+from meshpar._src.report.document import shown_text
+from meshpar._src.report.text import plan_renderable
 from meshpar.errors import UnsupportedError
 
 tpu = pytest.mark.skipif(
@@ -58,7 +60,7 @@ def test_a_plan_shows_its_options_and_waits_for_what_they_leave():
     assert "all-gather" in off.sync_collectives - plan.sync_collectives
     assert plan.seconds < off.seconds
     assert json.loads(plan.to_json())["options"]["values"] == plan.options.values
-    text = " ".join(str(plan).split())
+    text = " ".join(shown_text(plan_renderable(plan, verbose=True)).split())
     assert all(group.name in text for group in plan.options.groups)
     assert all(f"{name}={value}" in text for name, value in plan.options.values.items())
     assert plan.replan(options="off").options.values == {}

@@ -22,7 +22,7 @@ from .hints import hints
 from .tables import prose
 
 OPTIONS = "Compiler options"
-"""The section that a terminal shows on request only."""
+"""The section of which a terminal shows only the first line, and what is left out, unless it is asked for all."""
 MAX_OVERLAP_ROWS = 8
 MIN_REPORTED_SHARE = 0.05
 """Fraction of the matmuls' FLOPs from which on redundant matmuls are reported."""
@@ -147,15 +147,14 @@ def options(plan: Plan) -> Section:
         return Section(OPTIONS)
     own = ", and the user's own" if of.given else ""
     lines = [
+        *(Line("left out", f"{group.name}: {reason}", "yellow") for group, reason in of.left_out),
         *(
             Line(group.name, group.why, below=[flags_text({k: of.values[k] for k in group.values})])
             for group in of.groups
         ),
         *(Line("given", f"{k}={v}") for k, v in of.given),
-        *(Line("left out", f"{group.name}: {reason}", "yellow") for group, reason in of.left_out),
     ]
-    left_out = f"; {len(of.left_out)} left out" * bool(of.left_out)
-    head = f"{len(of.values)} compiler options (options={of.mode}{own}{left_out}): `meshpar plan -v` and plan.options show them"
+    head = f"{len(of.values)} compiler options (options={of.mode}{own}): `meshpar plan -v` and plan.options show them"
     return Section(OPTIONS, head, lines)
 
 

@@ -70,6 +70,7 @@ def plan_renderable(plan: Plan, brief: bool = False, verbose: bool = False) -> A
         has, needs = format_memory(plan.chip.per_device().hbm), format_memory(memory_of(plan).peak)
         line = f"DOES NOT FIT  each device needs {needs}, and {with_article(plan.chip.name)} has {has}"
         too_large, changes = [Text(line, "bold red"), *changes], []
+    shown = 1 + len(plan.options.left_out)
     blocks: list[list[Any]] = [
         too_large,
         [*head, _summary(plan, colours), *changes[:1]],
@@ -78,7 +79,7 @@ def plan_renderable(plan: Plan, brief: bool = False, verbose: bool = False) -> A
         _costs(plan),
         [_arguments(plan, colours)],
         changes[1:],
-        *(section.terminal()[: None if verbose or section.title != OPTIONS else 1] for section in sections(plan)),
+        *(section.terminal()[: None if verbose or section.title != OPTIONS else shown] for section in sections(plan)),
     ]
     lines = [line for block in blocks[: 2 if brief else None] if block for line in (*block, Text())]
     return Group(*(_indented(line) if isinstance(line, Text) else line for line in lines[:-1]))

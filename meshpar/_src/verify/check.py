@@ -302,7 +302,9 @@ class _Case:
         explained: list[int] = []
         error = None
         if failed:
-            self.tell(f"{len(failed)} results differ by more than one rounding: computing their ops again on one device")
+            self.tell(
+                f"{len(failed)} results differ by more than one rounding: computing their ops again on one device"
+            )
             localizer = Localizer(plan, reference, self.tolerance)
             explained = [k for k in failed if localizer.explains(k, differences[k], outs[k])]
             failed = [k for k in failed if k not in explained]
