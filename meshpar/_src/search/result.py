@@ -309,7 +309,7 @@ class Search(Document):
         named = ((Text(name, "bold"), text) for name, text in lines.items() if text)
         choice = hanging([*named, *fixes * self.fits])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
-        notes = [Text(f"note  {batch}")] if (batch := self._unnamed_batch()) else []
+        notes = [Text(f"note  {text}") for text in (self._unnamed_batch(), self._unnamed_experts()) if text]
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
         like = f", {len(self._alike)} of them as good as ★ but less simple" * bool(self._alike)
         listed = (
@@ -342,6 +342,18 @@ class Search(Document):
         shown = sorted({d for d in first if "batch" in d} or first)
         have = f"the batch arguments have {', '.join(f'`{d}`' for d in shown)}" if shown else "name it by dims="
         return f"no dim is called `batch`, which the known schemes shard; {have}"
+
+    def _unnamed_experts(self) -> str:
+        """The name of a dim of experts, if weights have one that the known schemes do not know, as MaxText's ``exp``; else ""."""
+        plan = self._base
+        other = {
+            d for h in plan.inputs if h.kind == "params" for d in h.dims if d and d != "expert" and d.startswith("exp")
+        }
+        if not other or "expert" in plan.program.all_names():
+            return ""
+        name = min(other)
+        own = f'names={{"{name}": "expert"}} or --names {name}=expert, if the model has the name'
+        return f"no dim is called `expert`, so expert parallelism was not tried as a scheme; if `{name}` is it, call it so ({own})"
 
     def _misfit(self) -> str:
         """The headline if nothing fits: the smallest peak, its largest kind, and a larger slice on which the layout fits."""
