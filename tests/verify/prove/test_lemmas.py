@@ -139,11 +139,11 @@ def picked(x, device=2, row=1, other=0.0):
     return lax.psum(jnp.where(mine, x[row : row + 1, :1], other), ("data", "model"))[0, 0]
 
 
-def row_at(x, at, shift=0):
+def row_at(x, at, shift=0, low=0, high=0):
     """The row of a table that is sharded over `data`, at an index that is data."""
     index = jnp.clip(at[0].astype(jnp.int32), 0, 4 * x.shape[0] - 1) + shift
     local = index - lax.axis_index("data") * x.shape[0]
-    mine = (local >= 0) & (local < x.shape[0])
+    mine = (local >= low) & (local < x.shape[0] + high)
     row = lax.dynamic_index_in_dim(x, local, allow_negative_indices=False) if x.shape[0] > 1 else x
     return psum(jnp.where(mine, row, 0.0))
 
@@ -709,6 +709,13 @@ def test_a_local_form_that_computes_something_else_is_not_proven(name, local):
     written, sharded, args = programs(name, local=local)
     pairs = zip(jax.tree.leaves(jax.jit(sharded)(*args)), jax.tree.leaves(written(*args)), strict=True)
     assert not all(np.array_equal(found, wanted) for found, wanted in pairs)
+    assert not proof_of(written, sharded, args).proven
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 0), (1, 0), (0, -1), (0, 1)])
+def test_a_mask_off_by_one_is_not_proven(low, high):
+    """Also where the index that is given does not show it."""
+    written, sharded, args = programs("a row at an index", local=functools.partial(row_at, low=low, high=high))
     assert not proof_of(written, sharded, args).proven
 
 
