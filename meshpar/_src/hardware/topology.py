@@ -428,7 +428,7 @@ def described_mesh(sizes: Mapping[str, int], topology: Topology | str) -> Mesh:
 def ordered_devices(shape: Sequence[int], devices: Sequence[Any], slices: int, text: str) -> np.ndarray:
     """:func:`compat.devices.device_mesh`, in which the devices of an axis that fill a box of the torus form a ring.
 
-    JAX maps ``data=8`` to a v5e:2x4 so that every second ring step crosses two links. Here the axis is a
+    JAX maps ``data=8`` to a v5e:2x4 so that every second ring step crosses two links, all of them shared. Here the axis is a
     cycle through the box. Positions along an axis are permuted alike in all its groups, so that each group, of this axis and of
     all others, has the same devices as before. Orders that are a ring, or run along torus dimensions, stay.
 
