@@ -125,8 +125,7 @@ def mesh(
         first axes cross: ``"slice=2, data=256"``), or GPUs, ``"h200:8"``; clouds' names too, ``"v5litepod-8"``, ``"v5p-128"``
         (TensorCores). It needs the compiler's package (``libtpu``, or JAX's CUDA plugin), no hardware.
       devices: default: all devices, of every process, of which the first ``prod(sizes)`` are used. Live TPU slices are laid
-        out as ``topology`` lays out the same slices: like ``jax.make_mesh``, but along an axis through a box of the torus (8
-        devices of a 2x4 slice) the devices are in the order of a ring of neighbours.
+        out as ``topology`` lays out the same slices.
 
     Raises:
       LayoutSyntaxError: ``spec`` or ``names`` that describe no mesh.
