@@ -174,7 +174,7 @@ def attention_costs(
       devices: A; or {mesh axis: its size}, the first major, for "ring+ulysses".
       segments: number of arrays of segment ids: 0, 1 (queries and keys have the same) or 2. The pairs that they mask
         are unknown.
-      machine: hardware rates of a device, and the memory that attention may use; None: a TPU v5p, 2.5 GiB.
+      machine: hardware rates of a device, and the memory that attention may use; None: a TPU v5p, 2 GiB.
       options: causal, window, scale, softcap, chunks as in `ring_attention`; both_ways, balance and scatter as in
         `ContextParallel`; zigzag: the number of devices for which the tokens are in zig-zag order.
 

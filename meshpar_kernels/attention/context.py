@@ -32,7 +32,7 @@ class Context:
       devices: number of devices on all of them.
       softmax: mask and scores.
       zigzag: tokens are in zig-zag order for so many devices; 1: in order.
-      both_ways: the ring sends in both directions; None: not if it is balanced and one takes no more time (`costs.ready`).
+      both_ways: the ring sends in both directions.
       implementation: of the attention on one device.
       sizes: of the axes; (): one axis with all devices.
       scatter: how the gradients of gathered keys and values are reduced: "xla", "ring", or None: rings if there are
@@ -47,7 +47,7 @@ class Context:
     devices: int
     softmax: Softmax
     zigzag: int = 1
-    both_ways: bool | None = True
+    both_ways: bool = True
     implementation: str | None = None
     sizes: tuple[int, ...] = ()
     scatter: str | None = None

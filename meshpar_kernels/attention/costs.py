@@ -17,9 +17,9 @@ from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.masks import visible_pairs
 from meshpar_kernels.attention.options import STRATEGIES
 
-RING_FROM = 256 * 1024, 8 * 1024
-"""Number of tokens, of all devices or of one, from which ring attention is chosen by its estimated time; with fewer tokens
-only if nothing else fits, or has as little work."""
+RING_FROM = 256 * 1024
+"""Number of tokens from which ring attention is chosen by its estimated time; with fewer tokens only if nothing else fits,
+or has as little work."""
 
 GIB = 1 << 30
 
@@ -40,7 +40,7 @@ class Machine:
     link: float = 9e10
     memory_bandwidth: float = 2.77e12
     latency: float = 1e-6
-    memory: float = 2.5 * GIB
+    memory: float = 2 * GIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +236,7 @@ def ready(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: M
     inner = ulysses.inner_axes(c, strategy, q.shape[2], k.shape[2])
     if isinstance(inner, str):
         return inner
-    one_way = c.both_ways is None
-    c = dataclasses.replace(c, inner=inner, both_ways=one_way or c.both_ways)
+    c = dataclasses.replace(c, inner=inner)
     plain, balanced = (dataclasses.replace(c, balanced=x) for x in (False, True))
     if c.balanced is False or strategy == "gathered" or c.outer.devices == 1:
         return plain
@@ -248,10 +247,7 @@ def ready(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int, m: M
         return _cost(c, strategy, q, k, v, segments, m).seconds
 
     even = c.balanced or max(_pairs(balanced, q, k)) < max(_pairs(plain, q, k))
-    if not even or not (c.balanced or seconds(balanced) < seconds(plain)):
-        return plain
-    once = dataclasses.replace(balanced, both_ways=False)
-    return once if one_way and seconds(once) <= seconds(balanced) else balanced
+    return balanced if even and (c.balanced or seconds(balanced) < seconds(plain)) else plain
 
 
 def costs(c: Context, q: Any, k: Any, v: Any, *, segments: int = 0, machine: Machine | None = None) -> AttentionCosts:
@@ -259,7 +255,7 @@ def costs(c: Context, q: Any, k: Any, v: Any, *, segments: int = 0, machine: Mac
     m = Machine() if machine is None else machine
     contexts = {name: ready(c, name, q, k, v, segments, m) for name in STRATEGIES if "+" not in name or len(c.axes) > 1}
     of = {name: _cost(c, name, q, k, v, segments, m) for name, c in contexts.items()}
-    return AttentionCosts(of, *_choose(of, k.shape[1], c.devices, m))
+    return AttentionCosts(of, *_choose(of, k.shape[1] * c.devices, m))
 
 
 def _pair_flops(q: Any, v: Any) -> tuple[float, float]:
@@ -349,7 +345,7 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     return base + weighted + 2 * keys + 4 * grads + (weighted + size(q) if c.balanced else 0)
 
 
-def _choose(of: dict[str, AttentionCost], tokens: int, devices: int, m: Machine) -> tuple[str, str]:
+def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str, str]:
     """(name of the strategy to use, the reason in words).
 
     Among the strategies that can run and fit the memory it is the fastest; below `RING_FROM` tokens a ring is only used
@@ -366,14 +362,13 @@ def _choose(of: dict[str, AttentionCost], tokens: int, devices: int, m: Machine)
             f"none stays within {limit} in addition to its operands; {name} needs the least, {_gib(able[name])}",
         )
     others = [cost.flops for n, cost in fit.items() if n != "ring"]
-    few = tokens * devices < RING_FROM[0] and tokens < RING_FROM[1]
-    short = few and "ring" in fit and bool(others) and fit["ring"].flops > 0.9 * min(others)
+    short = tokens < RING_FROM and "ring" in fit and bool(others) and fit["ring"].flops > 0.9 * min(others)
     names = [n for n in fit if n != "ring"] if short else list(fit)
     name = _least({n: fit[n] for n in names}, lambda cost: cost.seconds)
     out = [f"{n}: {cost.refused}" for n, cost in of.items() if cost.refused is not None]
     out += [f"{n} needs {_gib(cost)}, above {limit}" for n, cost in able.items() if n not in fit]
     if short:
-        out.append(f"ring pays from {RING_FROM[0] // 1024}K tokens, or {RING_FROM[1] // 1024}K a device")
+        out.append(f"ring pays from {RING_FROM // 1024}K tokens")
     why = f"{name} takes the least time of those that can" if len(names) > 1 else f"{name} is left"
     return name, "; ".join([why, *out])
 

@@ -25,16 +25,15 @@ class ContextParallel:
 
     Attributes:
       strategy: "ring", "ulysses", "ring+ulysses" or "gathered", as `ring_attention` describes them; None: the strategy
-        with the least time by `attention_costs`, if its heads divide and it needs at most 2.5 GiB in addition to operands
-        and results; ring only from 256K tokens or 8K tokens a device on, if another fits and has as little work.
+        with the least time by `attention_costs`, if its heads divide and it needs at most 2 GiB in addition to operands
+        and results; ring only from 256K tokens on, if another fits and has as little work.
       order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, in which each
         device has an early and a late block, so that causal work is balanced. Masks use the true positions of tokens.
         An int32 array [Sq/A]: the positions of the tokens, the same in all rows (Sq = Skv), for another order
         (`mp.data.balance`).
       balance: whether the ring balances causal work of contiguous tokens: devices i and A - 1 - i exchange the second half of
         their queries. None: where that takes less time by `attention_costs`.
-      both_ways: whether the ring sends in both directions, which uses both directions of its links. None: it does, except if
-        it is balanced and one direction takes no more time by `attention_costs`; then no device waits for another.
+      both_ways: whether the ring sends in both directions, which uses both directions of its links.
       scatter: how "gathered" reduces the gradients of keys and values, over one axis after another: "xla" by XLA's
         reduce-scatters, "ring" by rings of collective-permutes. None: "ring" over several axes, for which XLA on TPUs
         uses all-reduces with twice the bytes.
@@ -48,7 +47,7 @@ class ContextParallel:
 
     strategy: str | None = None
     order: str | jax.Array = "contiguous"
-    both_ways: bool | None = None
+    both_ways: bool = True
     scatter: str | None = None
     balance: bool | None = None
 
@@ -75,7 +74,7 @@ class Options:
     softcap: float | None = None
     strategy: str | None = None
     zigzag: int = 1
-    both_ways: bool | None = None
+    both_ways: bool = True
     implementation: str | None = None
     chunks: tuple[int, int] = (Q_CHUNK, K_CHUNK)
     scatter: str | None = None

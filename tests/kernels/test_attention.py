@@ -98,7 +98,6 @@ EXACT = {
     "two devices": ((2,), {"causal": True}, 2),
     "a window": ((4,), {"causal": True, "window": 29}, 8),
     "documents": ((8,), {"causal": True, "segments": True}, 1),
-    "one way": ((8,), {"causal": True, "both_ways": None}, 2),
     "of Ulysses": ((4, 2), {"causal": True, "segments": True}, 2),
     "given positions": ((4,), {"causal": True, "segments": True, "placed": True}, 4),
 }
@@ -109,16 +108,13 @@ def test_balanced_rings_are_exact_in_float64(case):
     """Contiguous tokens, queries exchanged between mirrored devices; and tokens in any order, by their positions."""
     sizes, options, kv_heads = EXACT[case]
     axes, options = ("a", "b")[: len(sizes)], dict(options)
-    segments, placed, both_ways = (
-        options.pop(k, v) for k, v in {"segments": 0, "placed": 0, "both_ways": True}.items()
-    )
+    segments, placed = options.pop("segments", False), options.pop("placed", False)
     arrays, ids = draw(kv_heads, dtype=np.float64), {"q_seg": LAST, "k_seg": LAST} if segments else {}
     order = np.random.default_rng(1).permutation(S) if placed else np.arange(S)
     strategy, balance = "ring+ulysses" if len(sizes) > 1 else "ring", None if placed else True
 
     def attend(q, k, v, seg, pos):
-        order = pos if placed else "contiguous"
-        parallel = ContextParallel(strategy=strategy, balance=balance, order=order, both_ways=both_ways)
+        parallel = ContextParallel(strategy=strategy, balance=balance, order=pos if placed else "contiguous")
         ids = seg if segments else None
         return ring_attention(q, k, v, axes, segment_ids=ids, chunks=(4, 5), parallel=parallel, **options)
 

@@ -155,9 +155,9 @@ def test_the_plan_says_why_and_counts_the_backward_pass(grid):
 def test_a_ring_of_a_long_sequence_balances_itself():
     """64K causal tokens over 8 chips: the exchanges are in the plan, and the operands' hides behind the local keys."""
     q, k = (jax.ShapeDtypeStruct((1, 65536, n, 128), jnp.bfloat16) for n in (32, 8))
+    dims = {"q": DIMS["q"], "k": KEYS, "v": KEYS}
 
-    def planned(mesh, layout, k=k, **options):
-        dims = {"q": DIMS["q"], **dict.fromkeys("kv", DIMS["q"] if k is q else KEYS)}
+    def planned(mesh, layout, **options):
         fn = functools.partial(mp.layers.attention, causal=True, **options)
         return mp.plan(fn, q, k, k, mesh=mesh, layout=layout, dims=dims, topology="v5e:2x4")
 
@@ -165,11 +165,7 @@ def test_a_ring_of_a_long_sequence_balances_itself():
     swaps = [c for c in even.collectives if "mirrored" in c.cause or "back to" in c.cause]
     assert [c.bytes for c in swaps] == [4096 * 32 * 128 * 2, 4096 * 32 * 128 * 2, 4096 * 32 * 4]
     assert [c.hidden == c.seconds for c in swaps] == [True, False, False]
-    chosen = [planned("context=8", "seq: context", x) for x in (k, q)]
-    assert all(p.seconds < 0.026 and {c.op for c in p.collectives} == {"collective-permute"} for p in chosen)
     assert even.seconds < 0.026 < 0.042 < uneven.seconds
-    # as many K/V heads as queries need both directions of the links; fewer travel in one, so that no device waits
-    assert [any("down the ring" in c.cause for c in p.collectives) for p in chosen] == [False, True]
     assert "queries of the mirrored device" in str(even)
     # 32 heads do not divide over 64 devices: the heads limit the inner axis only
     wide = planned("ring=4, uly=2", "seq: ring+uly", strategy="ring+ulysses")

@@ -285,11 +285,10 @@ class Stage:
       size: number of devices.
       dim: ``x``, ``y``, ``z`` (torus dimensions), ``core`` (of one chip), ``switch`` (GPUs on one NVSwitch), ``slice`` (over
         DCN, all or some of its devices), or ``""``: not known.
-      wraps: it is a ring; a line otherwise. With ``fills``: all devices are neighbours, the last one and the first one too.
+      wraps: it is a ring; a line otherwise.
       stride: distance between neighbours along the dimension, in chips; also the number of groups that share each link.
       fills: for devices that are no run along one dimension but fill a box (JAX maps ``data=16`` to a v5e:4x4 like a snake): the
         stages of the box. Collectives other than rings run over these, since the order of devices does not matter to them.
-      folded: the devices ``i`` and ``size - 1 - i`` of a ring through a box are neighbours.
     """
 
     size: int
@@ -297,7 +296,6 @@ class Stage:
     wraps: bool = False
     stride: int = 1
     fills: tuple[Stage, ...] = ()
-    folded: bool = False
 
     @property
     def parts(self) -> tuple[Stage, ...]:
@@ -422,45 +420,7 @@ def described_mesh(sizes: Mapping[str, int], topology: Topology | str) -> Mesh:
     shape, places = tuple(sizes.values()), _places(where)
     if where.chip.switch:
         return Mesh(np.array(places).reshape(shape), tuple(sizes))
-    return Mesh(ordered_devices(shape, places, where.slices, mesh_text(sizes)), tuple(sizes))
-
-
-def ordered_devices(shape: Sequence[int], devices: Sequence[Any], slices: int, text: str) -> np.ndarray:
-    """:func:`compat.devices.device_mesh`, in which the devices of an axis that fill a box of the torus form a ring.
-
-    JAX maps ``data=8`` to a v5e:2x4 so that every second ring step crosses two links, all of them shared. Here the axis is a
-    cycle through the box. Positions along an axis are permuted alike in all its groups, so that each group, of this axis and of
-    all others, has the same devices as before. Orders that are a ring, or run along torus dimensions, stay.
-
-    Raises:
-      MeshError: see :func:`compat.devices.device_mesh`.
-    """
-    out = device_mesh(shape, devices, slices, text)
-    if chip_of(devices) is None or getattr(out.flat[0], "coords", None) is None:
-        return out
-    for k, (stage, *_) in enumerate(_stages(out, range(out.ndim)).values()):
-        order = None if stage.wraps or stage.between or not stage.fills else _cycle([s.size for s in stage.fills])
-        if order is not None:
-            first = np.array([_place(d) for d in np.moveaxis(out, k, 0).reshape(stage.size, -1)[:, 0]])
-            found = out.take(np.lexsort(first.T[::-1])[order], k)
-            out = found if _stages(found, range(out.ndim))[k][0].wraps else out
-    return out
-
-
-def _cycle(sides: Sequence[int]) -> list[int] | None:
-    """A cycle through the neighbours of a grid, as indices in its row-major order; None: it has no even side, or is a line.
-
-    Rows of the even side are passed in alternating directions from the second cell on; the first cells close the cycle.
-    """
-    even = next((k for k, n in enumerate(sides) if n % 2 == 0), None)
-    if even is None or len(sides) < 2:
-        return None
-    row: list[tuple[int, ...]] = [()]
-    for n in (*sides[:even], *sides[even + 1 :]):
-        row = [(*cell, i) for k, cell in enumerate(row) for i in (range(n) if k % 2 == 0 else reversed(range(n)))]
-    cells = [(0, row[0]), *((i, cell) for i in range(sides[even]) for cell in (row[1:] if i % 2 == 0 else row[:0:-1]))]
-    cells += [(i, row[0]) for i in range(sides[even] - 1, 0, -1)]
-    return [int(np.ravel_multi_index((*cell[:even], i, *cell[even:]), sides)) for i, cell in cells]
+    return Mesh(device_mesh(shape, places, where.slices, mesh_text(sizes)), tuple(sizes))
 
 
 def check_fills(sizes: Mapping[str, int], topology: Topology) -> None:
@@ -528,7 +488,7 @@ def _unknown(sizes: Mapping[str, int]) -> Torus:
     return {axis: (Stage(n),) for axis, n in sizes.items()}
 
 
-def _stages(devices: np.ndarray, axes: Iterable[Any]) -> dict[Any, tuple[Stage, ...]]:
+def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
     """The stages of every mesh axis, from the coordinates of an array of devices."""
     first = devices.flat[0]
     places = np.array([_place(d) for d in devices.flat]).reshape(*devices.shape, len(_PLACES))
@@ -550,14 +510,10 @@ def _stages(devices: np.ndarray, axes: Iterable[Any]) -> dict[Any, tuple[Stage, 
         steps = (line - line[:1]).reshape(-1, *(1,) * (devices.ndim - 1), len(_PLACES))
         if runs is None or not np.array_equal(rest - rest[:1], np.broadcast_to(steps, rest.shape)):
             groups = np.moveaxis(rest.reshape(len(rest), -1, len(_PLACES)), 1, 0)
-            box, *more = {tuple(_box(group, extent, rings)) for group in groups}
-            full = not more and math.prod(s.size for s in box) == len(rest)
-            between = any(s.between for found in (box, *more) for s in found)
-            others = np.roll(groups, 1, axis=1), groups[:, ::-1]
-            near = [bool((_links_between(groups, x, extent, rings) <= 1).all()) for x in others]
-            ring = full and not between and len(rest) > 2 and near[0]
-            dim, fills = "slice" if between else "", box if full else ()
-            out[axis] = (Stage(len(rest), dim, ring, fills=fills, folded=ring and near[1]),)
+            box, *others = {tuple(_box(group, extent, rings)) for group in groups}
+            full = not others and math.prod(s.size for s in box) == len(rest)
+            between = any(s.between for found in (box, *others) for s in found)
+            out[axis] = (Stage(len(rest), "slice" if between else "", fills=box if full else ()),)
         else:
             out[axis] = tuple(_along(d, n, stride, extent, rings) for n, d, stride in runs)
     return out
@@ -566,12 +522,6 @@ def _stages(devices: np.ndarray, axes: Iterable[Any]) -> dict[Any, tuple[Stage, 
 def _along(d: int, n: int, stride: int, extent: Sequence[int], rings: Sequence[bool]) -> Stage:
     """The stage of ``n`` devices along dimension ``d`` of :data:`_PLACES`: a ring if they fill a dimension that is one."""
     return Stage(n, _PLACES[d], bool(rings[d] and n * stride == extent[d]), stride)
-
-
-def _links_between(a: np.ndarray, b: np.ndarray, extent: np.ndarray, rings: Sequence[bool]) -> np.ndarray:
-    """The number of links between the chips of devices: positions [..., 5] → [...]."""
-    steps = np.abs(a - b)
-    return (np.where(rings, np.minimum(steps, extent - steps), steps) * [name != "core" for name in _PLACES]).sum(-1)
 
 
 def _box(places: np.ndarray, extent: Sequence[int], rings: Sequence[bool]) -> list[Stage]:

@@ -172,8 +172,7 @@ class CollectiveRecords:
         in both directions at once. On a line the last device sends to the first one over the links of all."""
         stages = [s for a in axes for s in self.torus[a]]
         if route == "mirror":
-            parts = [p for s in stages if not s.folded for p in s.parts if p.on_torus]
-            return max((p.size // (4 if p.wraps else 2) for p in parts), default=1) or 1
+            return max(p.size // (4 if p.wraps else 2) or 1 if p.on_torus else 1 for s in stages for p in s.parts)
         return 0.5 if route == "both" and all(s.on_torus and not s.line for s in stages) else 1.0
 
     def _label(self, value: Value) -> tuple[str, str]:
