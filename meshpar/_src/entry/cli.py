@@ -482,7 +482,7 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> tuple[str, str]:
     found: list[tuple[float, float, dict[str, str]]] = []
     own = {OTHER_AXES.get(axis, axis): axis for axis in plan.sizes}
 
-    def add(**changes: str) -> None:
+    def add(**changes: Any) -> None:
         """Plan with some changes, and add the result to ``found`` if it fits."""
         with quiet(), contextlib.suppress(MeshparError):
             other = plan.replan(**changes)

@@ -244,7 +244,7 @@ def unnamed_fused_hint(plan: Plan) -> Hint | None:
         dict[int, tuple[Op, int, int]](),
     )  # class of a dim → (op, size, size of a part)
     for op in program.root.walk():
-        if op.name in ("split", "slice") and (whole := op.ins[0]) is not None:
+        if op.primitive.family in ("split", "slice") and (whole := op.ins[0]) is not None:
             for i, (size, part) in enumerate(zip(whole.shape, op.outs[0].shape, strict=True)):
                 if 1 < part < size and size % part == 0 and whole.nodes[i] >= 0 and not program.dim_name(whole, i):
                     cuts.setdefault(root_of(whole.nodes[i]), (op, size, part))

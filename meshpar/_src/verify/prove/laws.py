@@ -16,6 +16,7 @@ Labels = Sequence[Sequence[Hashable]]
 ALL = range(64)
 """The labels of all dims, if they are the dims' numbers."""
 
+COMMUTATIVE = frozenset("add mul max min and or xor eq ne add_any eq_to".split())
 ZERO_OF_ZEROS = frozenset("add sub mul max min abs sign sin tanh square sqrt expm1 log1p".split())
 """Ops by element whose result is 0 where all operands are 0."""
 
@@ -35,7 +36,6 @@ def act(
     params: Hashable = (),
     partial: Rel | None = None,
     op: str = "",
-    commutes: bool = False,
     by_element: bool = False,
     avals: Sequence[Any] = (),
     term: Term | None = None,
@@ -50,7 +50,7 @@ def act(
       ins, outs: the labels of the dims of each operand and result; None: their numbers.
       params: of the op; independent of the sizes of dims that are carried along.
       partial: the operand like which the results are partial.
-      op: its name, if it differs from the equation's; commutes: its operands commute; by_element: of elements at one index.
+      op: its name, if it differs from the equation's; by_element: it is of elements at one index.
       avals: shapes and dtypes of the results, if they differ from the equation's.
       term: of the result, if it is not the op of its operands.
     """
@@ -66,7 +66,8 @@ def act(
                 require(not axes, f"{name} along dim {n}, which is sharded over {axes_text(axes)}")
             elif size != 1:
                 complete = not isinstance(axes, Fragments) or axes.complete
-                complete = complete or (zeros and axes.zero_outside and all(q.spec[d] == axes for q in rels))
+                outside = isinstance(axes, Fragments) and axes.zero_outside
+                complete = complete or (zeros and outside and all(q.spec[d] == axes for q in rels))
                 require(complete, f"{name} of values outside of an array, or of incomplete sums")
                 found = dims.setdefault(n, (size, axes))
                 if found != (size, axes):
@@ -80,7 +81,7 @@ def act(
         spec = tuple(dims[n][1] if n in dims else () for n in names)
         key = params if k == 0 else (params, k)
         make = ctx.terms.pointwise if by_element else ctx.terms.make
-        value = term or make(name, key, [r.term for r in rels], sizes, aval.dtype, commutes)
+        value = term or make(name, key, [r.term for r in rels], sizes, aval.dtype, by_element and name in COMMUTATIVE)
         result = Rel(value, tuple(aval.shape), spec)
         if partial is not None:
             own = partial.source if partial.kind.endswith("*") else result.source

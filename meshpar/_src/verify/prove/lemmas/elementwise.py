@@ -32,7 +32,6 @@ POINTWISE = (
     "shift_right_arithmetic eq ne lt le gt ge complex and or lt_to le_to eq_to igamma igammac bessel_i0e bessel_i1e polygamma zeta "
     "regularized_incomplete_beta threefry2x32"
 ).split()
-COMMUTATIVE = frozenset("add mul max min and or xor eq ne add_any eq_to".split())
 DROPPED = frozenset(("sharding", "out_sharding", "weak_type", "new_dtype"))
 """Params that do not change the values, or that the dtype of the term has."""
 
@@ -64,7 +63,7 @@ def applied(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel], partial: Rel | Non
     """The result of an elementwise op, partial as ``partial`` is."""
     op = {"add_any": "add"}.get(eqn.primitive.name, eqn.primitive.name)
     params = frozen({k: v for k, v in eqn.params.items() if k not in DROPPED and v is not None})
-    out = act(ctx, eqn, rels, params=params, partial=partial, op=op, commutes=op in COMMUTATIVE, by_element=True)
+    out = act(ctx, eqn, rels, params=params, partial=partial, op=op, by_element=True)
     return [resolved(ctx, r, rels) for r in out]
 
 

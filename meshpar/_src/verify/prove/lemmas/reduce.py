@@ -39,8 +39,8 @@ def reduced_along(ctx: Context, x: Rel, axes: Sequence[int], name: str, aval: An
     """A reduction along dims, whose result has a shape and a dtype."""
     kind, term, over = KINDS[name], x.term, frozenset(a for d in axes for a in x.spec[d])
     for d in axes:
-        if isinstance(x.spec[d], Fragments):
-            term = ctx.terms.take(term, d, elements_once(x.spec[d], NEUTRAL_OF.get(kind, ()), kind != "sum"))
+        if isinstance(entry := x.spec[d], Fragments):
+            term = ctx.terms.take(term, d, elements_once(entry, NEUTRAL_OF.get(kind, ()), kind != "sum"))
         elif term.op == "take" and term.params[0] == d:  # in any order
             term = ctx.terms.take(term.args[0], d, np.sort(table_of(term)))
     if name in ("reduce_or", "reduce_and") and str(aval.dtype) != "bool":
