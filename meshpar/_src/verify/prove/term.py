@@ -258,7 +258,7 @@ def is_zero(term: Term) -> bool:
 
 def frozen(value: Any) -> Any:
     """A param of an equation as a hashable value; numbers of NumPy as Python's, and equal jaxprs as equal values."""
-    if isinstance(value, ClosedJaxpr):
+    if isinstance(value, ClosedJaxpr) and value.jaxpr is not value:  # from jax 0.12 on one class, its own ``jaxpr``
         return frozen(value.jaxpr), frozen(value.consts)
     if isinstance(value, Jaxpr):
         numbers: dict[Any, int] = {}
@@ -266,7 +266,7 @@ def frozen(value: Any) -> Any:
         typed = lambda vs: tuple((name(v), str(aval_of(v))) for v in vs)  # noqa: E731
         made = typed([*value.constvars, *value.invars])
         eqns = [(typed(e.invars), e.primitive.name, frozen(e.params), typed(e.outvars)) for e in value.eqns]
-        return made, tuple(eqns), typed(value.outvars)
+        return made, tuple(eqns), typed(value.outvars), frozen(getattr(value, "consts", ()))
     if isinstance(value, dict):
         return tuple(sorted((k, frozen(v)) for k, v in value.items()))
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
