@@ -239,15 +239,13 @@ def unnamed_fused_hint(plan: Plan) -> Hint | None:
     time, program, took = time_of(plan), plan.program, defaultdict[int, float](float)
     if time is None:
         return None
-    root_of, cuts = (
-        program.unifier.weak_root,
-        dict[int, tuple[Op, int, int]](),
-    )  # class of a dim → (op, size, size of a part)
+    root_of = program.unifier.weak_root
+    cuts: dict[int, tuple[Op, int, int]] = {}  # dim that is cut → (op, size, size of a part)
     for op in program.root.walk():
-        if op.primitive.family in ("split", "slice") and (whole := op.ins[0]) is not None:
-            for i, (size, part) in enumerate(zip(whole.shape, op.outs[0].shape, strict=True)):
-                if 1 < part < size and size % part == 0 and whole.nodes[i] >= 0 and not program.dim_name(whole, i):
-                    cuts.setdefault(root_of(whole.nodes[i]), (op, size, part))
+        if op.primitive.family in ("split", "slice") and (operand := op.ins[0]) is not None:
+            for i, (size, part) in enumerate(zip(operand.shape, op.outs[0].shape, strict=True)):
+                if 1 < part < size and size % part == 0 and operand.nodes[i] >= 0 and not program.dim_name(operand, i):
+                    cuts.setdefault(root_of(operand.nodes[i]), (op, size, part))
     dims = {v: [root_of(node) if node >= 0 else -1 for node in v.nodes] for v in program.inputs if v.kind == "params"}
     for kernel, of in kernel_times(plan).items() if cuts else ():
         for step in kernel.matmuls:

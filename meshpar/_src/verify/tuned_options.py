@@ -56,7 +56,7 @@ class Try:
     """A compilation of the program with some options.
 
     Attributes:
-      values: the options that it has in addition to those kept before.
+      values: the options that it has in addition to those accepted before.
       seconds, peak: of a step in its schedule, and bytes of a device; None: the compiler refused it, or it does not fit.
       kept: whether the next candidates have these options too.
       reason: why it was refused.
