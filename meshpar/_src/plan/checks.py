@@ -6,7 +6,6 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import cast
 
 import jax.numpy as jnp
 
@@ -14,7 +13,7 @@ from ...errors import DivisibilityError, JoinError, JoinWarning, MeshError, Unkn
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
-from ..layout import SCHEMES, Layout, Spec, divisibility_error
+from ..layout import SCHEMES, Layout, Rule, Spec, divisibility_error
 from ..program.inferred_names import HEADS
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
@@ -346,17 +345,22 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     """
     refused = [(v, i, rule) for v in values for i, rule in assignment.indivisible(v).items()]
     named = [(v, i, rule) for v, i, rule in refused if v.annotation is not None and v.annotation[i] is not None]
-    if not named:
-        return
-    value, i, rule = min(named, key=lambda r: r[0].kind == "opt")
-    annotation, program = cast(tuple, value.annotation), assignment.program
-    inside, size = program.cached(sizes_of_results).get(annotation[i]), value.shape[i]
-    raise divisibility_error(
-        path=value.path or "an input", shape=value.shape,
-        dims=format_dims(annotation) + " (inferred; dims= gives other names)" * (value.path in program.traced.inferred),
-        dim=str(annotation[i]), size=size, rule=rule, sizes=assignment.sizes,
-        dtype=value.aval.dtype,
-        optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
+    if named:
+        raise division_error(*min(named, key=lambda r: r[0].kind == "opt"), assignment)
+
+
+def division_error(value: Value, i: int, rule: Rule, assignment: AxisAssignment) -> DivisibilityError:
+    """The error for a rule that does not divide dim ``i`` of an argument or result, with the line of the constraint that names it."""
+    program, unifier, size = assignment.program, assignment.program.unifier, value.shape[i]
+    inside = program.cached(sizes_of_results).get(program.dim_name(value, i))
+    origins = unifier.names_in(m for atom in unifier.atoms(value.nodes[i]) for m in unifier.weak_class(atom))
+    inferred = value.path in program.traced.inferred
+    return divisibility_error(
+        path=value.path or "an input", shape=value.shape, dtype=value.aval.dtype,
+        dims=format_dims(program.dims(value)) + " (inferred; dims= gives other names)" * inferred,
+        dim=rule.dim, size=size, rule=rule, sizes=assignment.sizes,
+        source=None if value.annotation or inferred else origins.get(rule.dim),
+        optional=masking_text(program, rule, assignment.sizes) if i == 0 else None,
         inside=None if inside == size else inside,
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..hardware.calibration import EFFICIENCIES
 from ..iterables import grouped, grouped_by
-from ..layout import UNSHARDED, Rule, Spec
+from ..layout import EXPERTS, UNSHARDED, Rule, Spec
 from ..plan.checks import sizes_of_results
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
@@ -475,7 +475,7 @@ def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
 
 
 TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
-_OF_DIM = {"batch": "data parallel", "expert": "expert parallel", "experts": "expert parallel"}
+_OF_DIM = {"batch": "data parallel", **dict.fromkeys(EXPERTS, "expert parallel")}
 _OF_DIM |= dict.fromkeys(TENSOR_DIMS, "tensor parallel")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
@@ -16,11 +17,13 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..console import with_units
+from ..console import columns, with_units
 
 MAX_PATH_SHARE = 0.3
 """Fraction of the width of the terminal that a path may take."""
 
+NARROW_COLUMNS = 100
+"""Width of the terminal below which columns of the class ``more`` are left out."""
 MAX_ERROR = 0.1
 """Difference from a planned number, as a fraction of it, from which on a ratio is red."""
 
@@ -144,11 +147,16 @@ class Table:
         )
 
     def terminal(self, most: int | None = None) -> Group:
-        """The table with its title for rich: where the first column has paths, their common prefixes are in rows above them.
+        """The table with its title for rich: where the first column has paths, their common prefixes are in rows above them, and
+        in narrow terminals without columns of the class ``more``.
 
         Args:
           most: as in :meth:`html`.
         """
+        wide = [k for k, (_, kind) in enumerate(self.columns) if "more" not in kind.split()]
+        if len(wide) < len(self.columns) and columns(sys.stdout) < NARROW_COLUMNS:
+            rows = [[row[k] for k in wide] for row in self.rows]
+            return replace(self, columns=[self.columns[k] for k in wide], rows=rows).terminal(most)
         table = RichTable(box=None, pad_edge=False, header_style="dim")
         for heading, kind in self.columns:
             numeric = "n" in kind.split()
