@@ -52,7 +52,8 @@ SCHEMES = {
     "sequence_parallel": _FSDP_TENSOR + "; seq?: {model}",
     "context_parallel": "batch: {data}; seq?: {context}",
     "expert_parallel": _EXPERTS + ": {expert}; batch: {data}+{expert}; embed?: {data}",
-    "expert_megatron": _EXPERTS + ", batch: {data}; heads?, kv_heads?, mlp?, vocab?, seq?: {model}; embed?: {data}+{model}",
+    "expert_megatron": _EXPERTS
+    + ", batch: {data}; heads?, kv_heads?, mlp?, vocab?, seq?: {model}; embed?: {data}+{model}",
     "expert_tensor": _EXPERTS + ": {expert}; mlp?, expert_mlp?: {model}; batch: {data}+{model}; "
     "heads?, kv_heads?, vocab?: {expert}; embed?: {data}+{expert}+{model}",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
 from ..layout import SCHEMES, Layout, Rule, Spec, divisibility_error
-from ..program.inferred_names import HEADS
+from ..program.inferred_names import inferred_names
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
@@ -124,14 +124,7 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
 
 def _inferred_names(program: Program, dim: str) -> list[str]:
     """The fixes for an unknown dim if names are inferred, or could be: the names that there are, and the one probably meant."""
-    unifier, sizes = program.unifier, defaultdict[str, dict[str, None]](dict)
-    for v in program.inputs:
-        votes = program.inferred.get(v.path or "", ())
-        separate = any(vote and vote.name == "head_dim" for vote in votes)
-        for node, size, vote in zip(v.nodes, v.shape, votes, strict=False):
-            if vote is not None:
-                width = size if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
-                sizes[vote.name][f"{size // width} × {width}" if width < size else f"{size}"] = None  # with head_dim
+    sizes = {name: dict.fromkeys(size for size, _ in dims) for name, dims in inferred_names(program).items()}
     related = () if near(dim, program.all_names()) else RELATED.get(dim, ())
     meant = next((f"; `{name}` is probably meant" for name in related if name in sizes), "")
     shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
@@ -350,7 +343,7 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
 
 
 def division_error(value: Value, i: int, rule: Rule, assignment: AxisAssignment) -> DivisibilityError:
-    """The error for a rule that does not divide dim ``i`` of an argument or result, with the line of the constraint that names it."""
+    """The error for a rule that does not divide dim ``i`` of an argument or result, with the constraint that names the dim."""
     program, unifier, size = assignment.program, assignment.program.unifier, value.shape[i]
     inside = program.cached(sizes_of_results).get(program.dim_name(value, i))
     origins = unifier.names_in(m for atom in unifier.atoms(value.nodes[i]) for m in unifier.weak_class(atom))

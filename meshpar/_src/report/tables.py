@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..console import columns, with_units
+from ..console import with_units
 
 MAX_PATH_SHARE = 0.3
 """Fraction of the width of the terminal that a path may take."""
@@ -153,11 +153,8 @@ class Table:
         Args:
           most: as in :meth:`html`.
         """
-        wide = [k for k, (_, kind) in enumerate(self.columns) if "more" not in kind.split()]
-        if len(wide) < len(self.columns) and columns(sys.stdout) < NARROW_COLUMNS:
-            rows = [[row[k] for k in wide] for row in self.rows]
-            return replace(self, columns=[self.columns[k] for k in wide], rows=rows).terminal(most)
-        table = RichTable(box=None, pad_edge=False, header_style="dim")
+        table = _Narrowed(box=None, pad_edge=False, header_style="dim")
+        table.optional = [k for k, (_, kind) in enumerate(self.columns) if "more" in kind.split()]
         for heading, kind in self.columns:
             numeric = "n" in kind.split()
             no_wrap = bool({"n", "path", "word"} & set(kind.split()))
@@ -171,6 +168,18 @@ class Table:
 
     def _more(self, shown: Sequence[Any]) -> str:
         return f"and {len(self.rows) - len(shown)} more"
+
+
+class _Narrowed(RichTable):
+    """A table without its ``optional`` columns in terminals of less than :data:`NARROW_COLUMNS`."""
+
+    optional: Sequence[int] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = copy(self)
+        if options.max_width < NARROW_COLUMNS:
+            table.columns = [column for k, column in enumerate(self.columns) if k not in self.optional]
+        return RichTable.__rich_console__(table, console, options)
 
 
 def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[Sequence[Cell]]:

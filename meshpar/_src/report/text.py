@@ -36,6 +36,8 @@ FIT_STYLES = {"fits": PALETTE[0], "tight": "bold yellow", "too large": "bold red
 """Styles of the bar of the memory, by :func:`facts.fit`."""
 MIN_KIND_SHARE = 0.01
 """Fraction of the peak of the smallest kind of memory in the summary."""
+MIN_TWICE = 1.5
+"""Bytes of parameters or optimizer state at the peak, as a multiple of the arguments, from which on old and new ones are live."""
 MIN_COLLECTIVE_SHARE = 0.01
 """Fraction of the time of all collectives, or of their bytes where no time is estimated, from which on a collective has a row."""
 
@@ -105,7 +107,12 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
 
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
     large = [(kind, n) for kind, n in ranked if n >= MIN_KIND_SHARE * memory.peak]
-    kinds = joined(*(Text.assemble((kind, ROLE_STYLES[kind]), f" {format_memory(n)}") for kind, n in large))
+    stored = {label: plan.argument_bytes(kind or "other") for kind, label in facts.KINDS.items()}
+    twice = {kind for kind, n in large if n > MIN_TWICE * stored.get(kind, n)}
+    note = " (old and new: donate_argnums)"
+    kinds = joined(
+        *(Text.assemble((k, ROLE_STYLES[k]), f" {format_memory(n)}", note * (k in twice)) for k, n in large)
+    )
     needs = format_memory(memory.peak)
     if chip is None:
         rows.append(("needs", needs, Text(), kinds))
