@@ -17,7 +17,7 @@ from ..hardware.chips import Chip
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Run
-from ..program.ir import Frame, Op, Program, Value
+from ..program.ir import Frame, Op, Program, Value, location_of
 from ..program.kernels import KernelWork
 from ..program.names import SubDim
 from ..rules.partial import MOVES, NEGATES
@@ -333,18 +333,19 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
         used = {a for got in step.axes for a in got}
         idle = tuple(a for a, n in plan.sizes.items() if n > 1 and a not in used)
         if idle:
-            entry = found.setdefault((step.op.name, idle, step.op.location_of_layers), [0.0, {}])
+            entry = found.setdefault((step.op.name, idle, step.op.location_of_layers), [0.0, {}, []])
             entry[0] += flops
+            entry[2].append(step.op)
             for v in step.op.ins:
                 for i, dim in enumerate(() if v is None else plan.program.dims(v)):
                     if v is not None and dim is not None:
                         entry[1][dim] = plan.program.sub_dims(v, i)[0]
     out = []
-    for (name, idle, source), (flops, dims) in found.items():
+    for (name, idle, _), (flops, dims, ops) in found.items():
         times = shard_count(idle, plan.sizes)
         share = flops * (1 - 1 / times) / total if total else 0.0
         fix = _suggested_fix(plan, idle, dims)
-        out.append(RedundantMatmul(name, idle, times, tuple(dims), flops, share, source, fix))
+        out.append(RedundantMatmul(name, idle, times, tuple(dims), flops, share, location_of(ops), fix))
     return sorted(out, key=lambda r: -r.share)
 
 

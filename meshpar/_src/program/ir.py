@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -268,6 +268,14 @@ def _argument_of(value: Value, frame: Frame) -> str:
             return ""
         value = operands[0]
     return value.path
+
+
+def location_of(ops: Iterable[Op]) -> str:
+    """The location of some ops: with ``*`` for numbers of layers where they differ, of the first one; "" without ops."""
+    first, *others = [*ops] or [None]
+    if first is None:
+        return ""
+    return first.location if all(op.location == first.location for op in others) else first.location_of_layers
 
 
 @dataclass(eq=False, slots=True)

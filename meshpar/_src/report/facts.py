@@ -120,10 +120,23 @@ def _in_activations(plan: Plan, name: str, n: int) -> str:
     return f" ({n - 1:,} in activations{f', split over {axes}' if axes else ''})"
 
 
-def step_tokens(plan: Plan, dims: Iterable[str] = ("batch",)) -> int:
-    """Number of elements of the largest argument of integers with these dims; 0 without one."""
-    integers = (h for h in plan.inputs if "int" in h.dtype and set(dims) <= set(h.dims))
+def step_tokens(plan: Plan) -> int:
+    """Number of elements of the largest argument of integers with a dim ``batch``; 0 without one."""
+    integers = (h for h in plan.inputs if "int" in h.dtype and "batch" in h.dims)
     return max((math.prod(h.shape) for h in integers), default=0)
+
+
+def step_rate(plan: Plan, seconds: float) -> str:
+    """``6,107 tokens/s a chip``: the elements of a batch of integers with further dims (not of bytes, as of images); without one
+    the examples of a batch; "" without a dim ``batch``."""
+    batches = [h for h in plan.inputs if h.kind is None and "batch" in h.dims]
+    tokens = (math.prod(h.shape) for h in batches if re.fullmatch("u?int(16|32|64)", h.dtype) and len(h.shape) > 1)
+    count = max(tokens, default=0)
+    examples = max((h.shape[h.dims.index("batch")] for h in batches), default=0)
+    if plan.chip is None or not examples:
+        return ""
+    rate = (count or examples) / seconds / math.ceil(plan.mesh.size / plan.chip.devices)
+    return f"{rate:,.0f} {'tokens' if count else 'examples'}/s a chip"
 
 
 def kernel_seconds(time: Time) -> float:
@@ -370,14 +383,13 @@ class CollectiveGroup:
         more = len({location_of_op(c.origin) for c in self.members}) - 1
         return location_of_op(self.first.origin) + f" and {more} more place{'s' * (more > 1)}" * bool(more)
 
-    @property
-    def explanation(self) -> str:
-        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``; of an all-reduce in place of a
-        reduce-scatter also the numbers of both, for the longest call."""
+    def explanation(self, compared: bool = True) -> str:
+        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``; if ``compared``, of an all-reduce in
+        place of a reduce-scatter also the numbers of both, for the longest call."""
         first = self.first
         where = "" if not self.location else f"{'in' if first.module else 'at'} {self.location}: "
         largest = "for the longest call, " * (len({c.why for c in self.members}) > 1)
-        numbers = f"; {largest}{first.why.partition('; ')[2]}" if first.entry.slices_locally else ""
+        numbers = f"; {largest}{first.why.partition('; ')[2]}" if compared and first.entry.slices_locally else ""
         return f"{where}{first.explanation}{numbers}"
 
     def cells(self) -> list[Cell]:

@@ -56,7 +56,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PathText:
-    """A path that the terminal prints in one line: where it is too long, ``…`` replaces components in its middle."""
+    """A path that the terminal prints in one line: where it is too long, ``…`` replaces its first components."""
 
     path: str
     style: str = ""
@@ -70,14 +70,10 @@ class PathText:
 
 
 def shortened(path: str, width: int) -> str:
-    """The path in at most ``width`` characters: with ``…`` for components in its middle, if at least the last one fits."""
+    """The path in at most ``width`` characters: with ``…`` for its first components, if at least the last one fits."""
     parts = path.split("/")
-    for gone in range(len(parts)):
-        first = (len(parts) - gone) // 2
-        text = "/".join([*parts[:first], *["…"] * (gone > 0), *parts[first + gone :]])
-        if len(text) <= width:
-            return text
-    return parts[-1]
+    texts = (path, *("/".join(["…", *parts[gone:]]) for gone in range(1, len(parts))))
+    return next((text for text in texts if len(text) <= width), parts[-1])
 
 
 def number(text: str, value: float, bar: str = "", css: str = "") -> Cell:

@@ -110,9 +110,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
     stored = {label: plan.argument_bytes(kind or "other") for kind, label in facts.KINDS.items()}
     twice = {kind for kind, n in large if n > MIN_TWICE * stored.get(kind, n)}
     note = " (old and new: donate_argnums)"
-    kinds = joined(
-        *(Text.assemble((k, ROLE_STYLES[k]), f" {format_memory(n)}", note * (k in twice)) for k, n in large)
-    )
+    kinds = joined(*(Text.assemble((k, ROLE_STYLES[k]), f" {format_memory(n)}", note * (k in twice)) for k, n in large))
     needs = format_memory(memory.peak)
     if chip is None:
         rows.append(("needs", needs, Text(), kinds))
@@ -128,9 +126,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         waits = time.seconds - kernels
         bar = _bar([("█", kernels, "grey62"), ("▒", waits, "red")])
         bound = [f"bound by {', '.join(shares)}"] if (shares := step_shares(plan)) else []
-        if (tokens := facts.step_tokens(plan, ("batch", "seq"))) and chip is not None:
-            rate = tokens / time.seconds / math.ceil(plan.mesh.size / chip.devices)
-            bound.insert(0, f"{rate:,.0f} tokens/s a chip")
+        bound = [*filter(None, [facts.step_rate(plan, time.seconds)]), *bound]
         waiting = "communication" + " and host copies" * bool(time.to_host + time.to_device)
         parts = f"kernels {format_seconds(kernels)}", f"{waiting} not hidden {format_seconds(waits)}"
         split = joined(*parts, *bound)
@@ -261,5 +257,6 @@ def collectives_block(
         style = "dim" if group is None else ""
         lines.append(hanging([(Text.assemble(line, style=style), Text(dims, style))]))
         if group is not None:
-            lines.append(Padding(colours.layout(group.explanation), (0, 0, 0, 4)))
+            first = not any(g.first.entry.slices_locally for g in shown[: i - 1])
+            lines.append(Padding(colours.layout(group.explanation(compared=first)), (0, 0, 0, 4)))
     return Group(*lines)
