@@ -126,12 +126,12 @@ def _idle_hints(plan: Plan) -> list[Hint]:
                 layout = plan.requested_layout.with_first(Layout(text).rules)
                 peak = memory_of(replan(plan, replace(plan.request, layout=layout))).peak
                 if peak <= (1 - MIN_SAVED_SHARE) * memory_of(plan).peak:
-                    edits.append(f"`{text}` ({format_memory(peak)})")
+                    edits.append(f"`{text}`, with a peak of {format_memory(peak)}")
                     peaks.append(peak)
         if edits:
             work = f"its {plan.sizes[axis]} devices do the same work: write {', or '.join(edits)}"
             saved = memory_of(plan).peak - min(peaks)
-            found.append(Hint(f"{format_memory(saved)}: no rule uses `{axis}`, so that {work}", bytes=saved))
+            found.append(Hint(f"{format_memory(saved)} less: no rule uses `{axis}`, so that {work}", bytes=saved))
     return found
 
 
@@ -376,7 +376,7 @@ def _rule_hint(plan: Plan, without: Sequence[str]) -> Hint | None:
     if gains.get(rule, 0.0) < MIN_SAVED_SHARE * memory_of(plan).peak:
         return None
     stages = " (the axis is then one of stages, of a pipeline)" * (rule.partition(":")[0] in stacks)
-    text = f"{format_memory(gains[rule])} of the arguments: a rule `{rule}` at the end of the layout{stages}"
+    text = f"{format_memory(gains[rule])} less of arguments: add a rule `{rule}` at the end of the layout{stages}"
     return Hint(text, bytes=gains[rule])
 
 

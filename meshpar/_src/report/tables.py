@@ -174,7 +174,8 @@ class _Narrowed(RichTable):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = copy(self)
         if options.max_width < NARROW_COLUMNS:
-            table.columns = [column for k, column in enumerate(self.columns) if k not in self.optional]
+            wide = [column for k, column in enumerate(self.columns) if k not in self.optional]
+            table.columns = [replace(column, _index=k) for k, column in enumerate(wide)]
         return RichTable.__rich_console__(table, console, options)
 
 
