@@ -743,7 +743,9 @@ def _check(args: argparse.Namespace) -> int:
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
     if meshes is None:
-        _say(args, f"default  mesh: all shapes of {args.devices} devices, since no --mesh is given")
+        _say(
+            args, f"default  mesh: all shapes of {args.devices} devices, since no --mesh is given; no rule uses `idle`"
+        )
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)

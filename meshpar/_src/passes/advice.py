@@ -183,7 +183,7 @@ def _undivided(plan: Plan) -> Iterator[str]:
     for same in grouped_by(found, lambda x: (x[2], x[0].shape[x[1]])):
         first, *others = sorted(same, key=lambda x: (x[0].kind == "opt", -x[0].elements))
         head, *lines = str(division_error(*first, assignment)).split("\n")
-        what = f"it and {len(others)} more arguments have" if others else "it has"
+        what = f"it and {len(others)} more argument{'s' * (len(others) > 1)} have" if others else "it has"
         yield "\n".join([f"{head}, so {what} no shards", *lines])
 
 
