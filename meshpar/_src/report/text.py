@@ -107,8 +107,8 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
 
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
     large = [(kind, n) for kind, n in ranked if n >= MIN_KIND_SHARE * memory.peak]
-    stored = {label: plan.argument_bytes(kind or "other") for kind, label in facts.KINDS.items()}
-    twice = {kind for kind, n in large if n > MIN_TWICE * stored.get(kind, n)}
+    state = {facts.KINDS[kind]: plan.argument_bytes(kind) for kind in ("params", "opt")}
+    twice = {kind for kind, n in large if chip and n > MIN_TWICE * state.get(kind, n)}
     note = " (old and new: donate_argnums)"
     kinds = joined(*(Text.assemble((k, ROLE_STYLES[k]), f" {format_memory(n)}", note * (k in twice)) for k, n in large))
     needs = format_memory(memory.peak)
