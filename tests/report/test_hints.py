@@ -195,7 +195,7 @@ def test_a_state_that_exceeds_all_devices_names_those_that_hold_it():
     assert "256.00 GiB, and v5e:2x2 has 63.00 GiB" in hint
     chips = next(4 * 2**k for k in range(9) if 4 * 2**k * 0.85 * 15.75 >= 256)
     assert hint.endswith(f"They fit on {chips} devices: v5e:4x8")
-    assert hints(trained(width=2**18, donate_argnames="state"))[0].startswith("18.00 GiB of the arguments: ")
+    assert hints(trained(width=2**18, donate_argnames="state"))[0].startswith("18.00 GiB less of arguments: ")
 
 
 def attend(q, k, v):

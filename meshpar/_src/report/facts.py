@@ -128,15 +128,14 @@ def step_tokens(plan: Plan) -> int:
 
 def step_rate(plan: Plan, seconds: float) -> str:
     """``6,107 tokens/s a chip``: the elements of a batch of integers with further dims (not of bytes, as of images); without one
-    the examples of a batch; "" without a dim ``batch``."""
-    batches = [h for h in plan.inputs if h.kind is None and "batch" in h.dims]
-    tokens = (math.prod(h.shape) for h in batches if re.fullmatch("u?int(16|32|64)", h.dtype) and len(h.shape) > 1)
-    count = max(tokens, default=0)
-    examples = max((h.shape[h.dims.index("batch")] for h in batches), default=0)
-    if plan.chip is None or not examples:
+    the rows of a batch; "" without arrays whose first dim is ``batch``."""
+    batches = [h for h in plan.inputs if h.kind is None and len(h.shape) > 1 and "batch" in h.dims]
+    tokens = max((math.prod(h.shape) for h in batches if re.fullmatch("u?int(16|32|64)", h.dtype)), default=0)
+    count = tokens or max((h.shape[0] for h in batches if h.dims[0] == "batch"), default=0)
+    if plan.chip is None or not count:
         return ""
-    rate = (count or examples) / seconds / math.ceil(plan.mesh.size / plan.chip.devices)
-    return f"{rate:,.0f} {'tokens' if count else 'examples'}/s a chip"
+    rate = count / seconds / math.ceil(plan.mesh.size / plan.chip.devices)
+    return f"{rate:,.0f} {'tokens' if tokens else 'examples'}/s a chip"
 
 
 def kernel_seconds(time: Time) -> float:

@@ -120,7 +120,7 @@ def axis_names(sizes: Sizes, rules: Sequence[Rule], keep: Collection[str] = ()) 
         return "model" if dims else "idle"
 
     names, taken = {a: a for a in keep if a in size}, set(keep)
-    for axis in free:
+    for axis in sorted(free, key=lambda a: a != data):
         text = kind(axis)
         number = next(k for k in itertools.count(1) if (text if k == 1 else f"{text}{k}") not in taken)
         names[axis] = text if number == 1 else f"{text}{number}"
