@@ -4,11 +4,10 @@
     python benchmarks/low_precision.py --steps 0 --compile v5p:4x4x4 "4x h100:8" [--formats …]
 
 Each format of `mp.train.Precision` trains the same byte-level Transformer from the same weights on the same batches, on 2 or 4
-virtual CPU devices. Norms, the embedding and the logits are not quantized, in NVFP4 nor are the matrices after the products of a gated
-layer (``keep`` in :data:`KEEP`): recipes of NVFP4 keep the most sensitive matmuls in bfloat16, about 15 % of them (NVIDIA,
-"Pretraining Large Language Models with NVFP4", 2025). ``loss``: mean over the last 50 steps, in nats per byte;
-``held out``: bits per byte. In parentheses: the difference to bfloat16 under the first layout, since no layout
-changes the losses beyond rounding.
+virtual CPU devices. Norms, the embedding and the logits are not quantized; in NVFP4 the matrices after the products of gated
+layers are not either (:data:`KEEP`), since its recipe keeps the most sensitive matmuls in bfloat16, about 15 % of them (NVIDIA,
+"Pretraining Large Language Models with NVFP4", 2025). ``loss``: mean over the last 50 steps, in nats per byte; ``held out``: bits
+per byte. In parentheses: the difference to bfloat16 under the first layout, since no layout changes the losses beyond rounding.
 
 ``--compile``: first, the step of Llama 3 8B with 64 sequences of 2,048 tokens and FSDP over all devices, planned and compiled.
 Norms are not quantized; the embedding is no matmul, and stays in bfloat16. ``all-gathers``: bytes that a device sends in a step,
