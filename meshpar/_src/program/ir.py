@@ -272,10 +272,11 @@ def _argument_of(value: Value, frame: Frame) -> str:
 
 def location_of(ops: Iterable[Op]) -> str:
     """The location of some ops: with ``*`` for numbers of layers where they differ, of the first one; "" without ops."""
-    first, *others = [*ops] or [None]
-    if first is None:
+    every = [*ops]
+    if not every:
         return ""
-    return first.location if all(op.location == first.location for op in others) else first.location_of_layers
+    alike = len({op.location for op in every}) == 1
+    return every[0].location if alike else every[0].location_of_layers
 
 
 @dataclass(eq=False, slots=True)
