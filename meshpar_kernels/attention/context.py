@@ -113,7 +113,7 @@ class Context:
         ring = self.order or range(self.devices)
         return self._permuted(x, [(device, ring[(i + by) % self.devices]) for i, device in enumerate(ring)])
 
-    def below(self, by: jax.Array | int) -> jax.Array:
+    def below(self, by: jax.Array | int) -> jax.Array | int:
         """Rank of the device `by` below this one on the ring, int32 []."""
         if not self.order:
             return (self.rank() - by) % self.devices

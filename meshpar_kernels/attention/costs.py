@@ -162,9 +162,8 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
         return there, [*there, *back]
     there, back = [], []
     moving = ring.streams(c, q.shape[1], k.shape[1])
-    order = "any " if ring.any_order(c, q.shape[1], k.shape[1]) else ""
-    way = "both" if len(moving) > 1 else "next"
-    hop = functools.partial(Sent, "collective-permute", hidden=math.inf, route=order + way)
+    route = "any " * ring.any_order(c, q.shape[1], k.shape[1]) + ("both" if len(moving) > 1 else "next")
+    hop = functools.partial(Sent, "collective-permute", hidden=math.inf, route=route)
     for s in moving:
         way = "up" if s.step > 0 else "down"
         for name, shape, dtype in keys + ids:

@@ -56,8 +56,8 @@ def attention(
     attention is computed; Liu et al. 2023), ``"ulysses"`` (all-to-alls exchange the sequence for heads; Jacobs et al. 2023),
     ``"ring+ulysses"`` (over two axes, ``seq: ring+uly``: Ulysses over the last one inside of a ring over the first; Fang & Zhao
     2024) or ``"gathered"`` (K and V are all-gathered); None: the one that :func:`meshpar_kernels.attention_costs` estimates as
-    fastest for the shapes on one device. A ring balances causal work where that takes less time. The plan lists the collectives of
-    both passes and counts the memory. Scores [seq, seq] are never stored. Give the sequence dims of q and of k and v the same name
+    fastest for the shapes on one device. A ring balances causal work where that takes less time, and visits neighbours of the torus
+    in whatever order the mesh has them. The plan lists the collectives of both passes and counts the memory. Scores [seq, seq] are never stored. Give the sequence dims of q and of k and v the same name
     (no ``rename``), since they are one dim of this op; if their sizes differ, the sequence is all-gathered.
 
     Args:
