@@ -57,8 +57,9 @@ def attention(
     ``"ring+ulysses"`` (over two axes, ``seq: ring+uly``: Ulysses over the last one inside of a ring over the first; Fang & Zhao
     2024) or ``"gathered"`` (K and V are all-gathered); None: the one that :func:`meshpar_kernels.attention_costs` estimates as
     fastest for the shapes on one device. A ring balances causal work where that takes less time, and visits neighbours of the torus
-    in whatever order the mesh has them. The plan lists the collectives of both passes and counts the memory. Scores [seq, seq] are never stored. Give the sequence dims of q and of k and v the same name
-    (no ``rename``), since they are one dim of this op; if their sizes differ, the sequence is all-gathered.
+    in whatever order the mesh has them. The plan lists the collectives of both passes and counts the memory. Scores [seq, seq] are
+    never stored. Give the sequence dims of q and of k and v the same name (no ``rename``), since they are one dim of this op; if
+    their sizes differ, the sequence is all-gathered.
 
     Args:
       q: [batch, seq, heads, head_dim]; float32, bfloat16, float16 or float64.
