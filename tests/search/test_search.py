@@ -507,3 +507,17 @@ def test_a_descent_passes_a_candidate_that_is_no_better():
     found = mp.search(target.step, *target.args, topology="v5p:8x8x8", dims=target.dims, max_axes=2)
     (scheme,) = [row for row in found.rows if row.name == "fsdp_tensor"]
     assert found.best.seconds < 0.97 * scheme.seconds
+
+
+def test_heads_are_exchanged_inside_of_a_ring_where_they_do_not_divide_over_all_devices():
+    """24 heads and 32K tokens over 32 chips: Ulysses over 8 of them, inside of a ring over 4."""
+    q, k = (jax.ShapeDtypeStruct((1, 32768, heads, 128), jnp.bfloat16) for heads in (24, 8))
+    dims = {"q": "batch seq heads head_dim", **dict.fromkeys("kv", "batch seq kv_heads head_dim")}
+    attend, where = functools.partial(mp.layers.attention, causal=True), {"topology": "v5p:2x4x4", "dims": dims}
+    found = mp.search(attend, q, k, k, mesh="ring=4, uly=8", forbid="heads, kv_heads, head_dim", max_plans=20, **where)
+    plan = found.plan()
+    assert found.best.layout == "seq: ring+uly"
+    assert {c.op for c in plan.collectives} == {"all-to-all", "collective-permute"}
+    for strategy in (None, "ring"):
+        fn = functools.partial(attend, strategy=strategy)
+        assert plan.seconds < 0.95 * mp.plan(fn, q, k, k, mesh="context=32", layout="seq: context", **where).seconds
