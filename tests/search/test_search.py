@@ -393,12 +393,12 @@ def test_programs_that_vary_are_chosen_from():
 @pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_hash_seed():
     """Of another process it is another one than here, where it is random."""
-    code = "import test_search as t; print(t.found(batch=16, options=(('max_plans', 20),)).to_json())"
+    code = "import test_search as t; print(t.found(batch=16, options=(('max_plans', 8),)).to_json())"
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1])])
     env = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=True)
-    assert run.stdout.splitlines()[-1] == found(batch=16, options=(("max_plans", 20),)).to_json()
+    assert run.stdout.splitlines()[-1] == found(batch=16, options=(("max_plans", 8),)).to_json()
 
 
 @pytest.mark.parametrize(
@@ -507,9 +507,9 @@ def test_a_search_finds_no_worse_layout_than_a_known_one():
     """A layout of a mixture of experts that descents from schemes for dense models do not find."""
     examples = Path(__file__).parents[2] / "examples"
     target = load_target(f"{examples / 'mixtral.py'}:mixtral_8x7b", {"batch": 64})
-    where = {"topology": "v5p:8x8x8", "dims": target.dims}
+    where = {"topology": "v5p:8x8x8", "dims": target.dims, "mesh": "data=8, expert=8, model=8"}
     found = mp.search(target.step, *target.args, **where)
-    plan = mp.plan(target.step, *target.args, mesh="data=8, expert=8, model=8", layout="expert_tensor", **where)
+    plan = mp.plan(target.step, *target.args, layout="expert_tensor", **where)
     assert found.best.seconds <= 1.001 * plan.time.seconds
 
 
