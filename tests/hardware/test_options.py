@@ -45,7 +45,7 @@ def planned(topology, **options):
 
 
 def test_nothing_is_set_where_nothing_is_to_be_gained(mesh):
-    for topology in ("h100:8", "v5e:2x4"):
+    for topology in ("h100:8", "tpu7x:2x2x1"):
         assert planned(topology).options.values == {}
     made = mp.jit(step, mesh=mesh, **HOW)
     assert made.plan(STATE, X).options.values == {}

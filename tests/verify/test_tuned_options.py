@@ -76,9 +76,11 @@ def test_no_compilation_is_started_that_would_end_after_the_budget():
     assert f"{found.left} candidates were not compiled" in " ".join(shown_text(found).split())
 
 
-def test_the_program_without_each_group_of_the_plan_is_a_candidate():
+def test_groups_of_the_plan_are_no_candidates_and_the_program_without_each_is_one():
     gathers = next(g for g in GROUPS if "all-gather" in g.frees)
     compile_with, compiled = schedules()
     tune(compile_with, budget=1e9, groups=GROUPS)
     assert dict.fromkeys(gathers.values, False) in compiled
-    assert len(compiled) == 1 + len(CANDIDATES) + 3  # the threshold of windowed einsums is no switch
+    assert [c for c in CANDIDATES if any(c.items() <= g.values.items() for g in GROUPS)] == [FIRST]
+    assert FIRST not in compiled
+    assert len(compiled) == 1 + len(CANDIDATES) - 1 + 3  # limits of VMEM and of windowed einsums are no switches

@@ -154,7 +154,8 @@ def options(plan: Plan) -> Section:
         ),
         *(Line("given", f"{k}={v}") for k, v in of.given),
     ]
-    head = f"{len(of.values)} compiler options (options={of.mode}{own}): `meshpar plan -v` and plan.options show them"
+    count = f"{len(of.values)} compiler option{'' if len(of.values) == 1 else 's'}"
+    head = f"{count} (options={of.mode}{own}): `meshpar plan -v` and plan.options show them"
     return Section(OPTIONS, head, lines)
 
 

@@ -129,15 +129,16 @@ def tune(
     Args:
       compiled: the program compiled at full effort with more options.
       budget: seconds.
-      groups: groups of options that the plan sets; the program without each of them is a candidate too.
+      groups: groups of options that the plan sets, which are no candidates; the program without each of them is one.
       tell: called with what is found, after each compilation.
 
     Raises:
       MeshparError: the program cannot be compiled without options of the search.
     """
     unset = [dict.fromkeys(g.values, False) for g in groups if all(v is True for v in g.values.values())]
+    planned = {option for g in groups for option in g.values.items()}
     began, longest = clock(), 0.0
-    candidates: list[Mapping[str, Value]] = [{}, *CANDIDATES, *unset]
+    candidates: list[Mapping[str, Value]] = [{}, *(c for c in CANDIDATES if not c.items() <= planned), *unset]
     tries: list[Try] = []
     values: dict[str, Value] = {}
     best = float("inf")
