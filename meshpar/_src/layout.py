@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -454,10 +454,12 @@ def divisibility_error(
     source: str | None = None,
     optional: str | None = None,
     inside: int | None = None,
+    divides: Callable[[Mapping[str, int]], bool] = lambda mesh: True,
 ) -> DivisibilityError:
     """The error for a named dim that its rule's axes do not divide, with the nearest legal sizes.
 
     Args:
+      divides: whether a mesh, axis → size, divides the other named dims too: others are not proposed.
       source: the constraint that names the dim.
       optional: the effect of an optional rule; None: it splits the dim only where it divides.
       inside: the size of the dim of this name in most results of the program, if it is another one.
@@ -474,7 +476,7 @@ def divisibility_error(
     total = devices // math.prod(n for a, n in sizes.items() if a not in (spare, *rule.axes))
     needs = "" if spare in sizes else f", with rules for `{spare}`: its devices else do the same work"
     meshes = [{**sizes, axis: n, spare: total // n} for n in nearest if not (total % n or more)]
-    fixes = [f'mesh="{mesh_text(mesh)}"{needs}' for mesh in meshes]
+    fixes = [f'mesh="{mesh_text(mesh)}"{needs}' for mesh in meshes if divides(mesh)]
     fixes.append(f"`{replace(rule, optional=True)}` {optional or 'splits it only where it divides'}")
     if inside is not None and inside % parts == 0:
         fixes.insert(0, f"{fixes.pop()}: only the input is {size}, the activations are {inside}")

@@ -481,7 +481,9 @@ def test_a_choice_is_not_dominated_by_a_faster_and_smaller_candidate():
     def choice(peak, usable=150.0):
         evaluation: Any = SimpleNamespace(objective="time", usable=usable)
         simple = Row("data=8", "batch: data", 1.02, 100.0, 0.0, True)
-        return _choice(evaluation, [Row("data=8", "batch: data; embed: data", 1.0, peak, 0.0, True), simple]).rules
+        return _choice(
+            evaluation, [Row("data=8", "batch: data; embed: data", 1.0, peak, 0.0, True), simple]
+        ).complexity[0]
 
     assert choice(peak=95.0) == 1
     assert choice(peak=80.0) == 2

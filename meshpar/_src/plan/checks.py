@@ -336,10 +336,15 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
 
     Optimizer state, which has the dims of its parameter, is reported last.
     """
-    refused = [(v, i, rule) for v in values for i, rule in assignment.indivisible(v).items()]
-    named = [(v, i, rule) for v, i, rule in refused if v.annotation is not None and v.annotation[i] is not None]
+    named = _refused(values, assignment)
     if named:
         raise division_error(*min(named, key=lambda r: r[0].kind == "opt"), assignment)
+
+
+def _refused(values: Iterable[Value], assignment: AxisAssignment) -> list[tuple[Value, int, Rule]]:
+    """(value, dim, rule) of the dims that the user named and a rule does not divide."""
+    refused = ((v, i, rule) for v in values for i, rule in assignment.indivisible(v).items())
+    return [(v, i, rule) for v, i, rule in refused if v.annotation is not None and v.annotation[i] is not None]
 
 
 def division_error(value: Value, i: int, rule: Rule, assignment: AxisAssignment) -> DivisibilityError:
@@ -355,6 +360,7 @@ def division_error(value: Value, i: int, rule: Rule, assignment: AxisAssignment)
         source=None if value.annotation or inferred else origins.get(rule.dim),
         optional=masking_text(program, rule, assignment.sizes) if i == 0 else None,
         inside=None if inside == size else inside,
+        divides=lambda mesh: not _refused(program.inputs, AxisAssignment(program, assignment.layout, mesh)),
     )  # fmt: skip
 
 

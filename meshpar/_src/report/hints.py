@@ -334,7 +334,7 @@ def float32_hint(plan: Plan) -> Hint | None:
     return Hint(
         f"up to {format_seconds(saved)}: matmuls are in float32, for which {with_article(plan.chip.name)} has {rate:.2g} of the "
         'rate of bfloat16. dtype=jnp.bfloat16 of Flax\'s layers, or mp.train.Precision(compute="bfloat16")(loss), leaves the '
-        "weights in float32",
+        "weights in float32; a layer with a dtype of its own, as nnx.Embed has, makes later matmuls float32 again",
         saved,
     )
 

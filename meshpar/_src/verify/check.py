@@ -82,12 +82,10 @@ class Row:
         place = "/".join(self.path.split("/")[-MAX_COMPONENTS:])
         leaf = f"largest difference {self.difference:.1e} in {place}" if self.difference else "no difference"
         if some and self.error is None:
-            leaf = f"largest difference {self.difference:.1e}"
-        rounded = (
-            f"; {some} of {self.leaves} leaves differ{'s' * (some == 1)} by more, as rounding explains" if some else ""
-        )
+            within = f"{self.leaves - some} of {self.leaves} leaves within {self.difference:.1e}"
+            leaf = f"{within}; {some} by up to {self.rounding:.1e}, which is rounding"
         mark = "✓" if self.error is None else "✗"
-        return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf + rounded
+        return mark, self.mesh, self.layout or UNSHARDED, self.lowering, leaf
 
 
 MAX_COMPONENTS = 3
