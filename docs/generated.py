@@ -234,9 +234,9 @@ def gallery() -> str:
 
     The pages of the plans are written into the working directory of the page's blocks.
     """
-    plans = [_planned(entry) for entry in GALLERY]
-    overview = [_overview(entry, plan) for entry, plan in zip(GALLERY, plans, strict=True)]
-    sections = [_section(entry, plan) for entry, plan in zip(GALLERY, plans, strict=True)]
+    planned = [(entry, *_planned(entry)) for entry in GALLERY]
+    overview = [_overview(entry, plan) for entry, _, plan in planned]
+    sections = [_section(entry, layout, plan) for entry, layout, plan in planned]
     return "\n\n".join([table(["model", "chips", "layout", "step", "MFU", "sent", "peak memory"], overview), *sections])
 
 
@@ -249,23 +249,22 @@ def _overview(entry: Entry, plan: Plan) -> list[str]:
     return [*where, *numbers, format_memory(plan.memory.peak)]
 
 
-def _planned(entry: Entry) -> Plan:
-    """The plan of one model."""
+def _planned(entry: Entry) -> tuple[str, Plan]:
+    """The layout and the plan of one model."""
     target = load_target(f"examples/{entry.target.replace(':', '.py:')}")
     layout = target.layouts[entry.layout]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mp.errors.JoinWarning)  # the models have two names for some dims
-        return mp.plan(
+        return layout, mp.plan(
             target.step, *target.args, dims=target.dims, mesh=entry.mesh, topology=entry.topology, layout=layout,
             donate_argnames="state",
         )  # fmt: skip
 
 
-def _section(entry: Entry, plan: Plan) -> str:
+def _section(entry: Entry, layout: str, plan: Plan) -> str:
     """The section of one model; saves the page of its plan."""
     module, function = entry.target.split(":")
     text = f"examples/{module}.py:{function}"
-    layout = load_target(text).layouts[entry.layout]
     plan.save(f"gallery_{function}.html")
     time = plan.time
     assert time is not None

@@ -11,7 +11,9 @@ examples/pictures.json has the numbers that each picture shows.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -23,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshpar._src.entry import cli
 from meshpar._src.units import format_seconds
 
 HERE = Path(__file__).resolve().parent
@@ -131,10 +134,10 @@ def meshpar(*words: str) -> list[str]:
 @functools.cache
 def numbers(words: tuple[str, ...]) -> dict[str, str]:
     """Step time, peak memory and traffic of a plan, rounded to three digits as the page shows them."""
-    done = subprocess.run(meshpar("plan", *words, "--json"), capture_output=True, text=True, cwd=HERE.parent)
-    if done.returncode > 1:  # 1: the layout does not fit
-        raise RuntimeError(done.stderr)
-    plan = json.loads(done.stdout)
+    with contextlib.chdir(HERE.parent), contextlib.redirect_stdout(io.StringIO()) as out:
+        if cli.main(["plan", *words, "--json"]) > 1:  # 1: the layout does not fit
+            raise RuntimeError(f"no plan of {' '.join(words)}")
+    plan = json.loads(out.getvalue())
     sent = sum(c["bytes"] * c["count"] for c in plan["collectives"])
     shown = {"seconds": plan["time"]["seconds"], "peak bytes": plan["memory"]["peak"], "bytes sent": sent}
     return {name: f"{value:.3g}" for name, value in shown.items()}

@@ -6,10 +6,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshpar_kernels._choose import Unsupported, dispatch
@@ -18,6 +20,7 @@ from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import positions
 from meshpar_kernels.collectives import reduce_scatter
+from meshpar_kernels.collectives.ppermute import in_mesh_order
 
 Axes = tuple[str, ...]
 UNKNOWN = Layout()
@@ -41,6 +44,8 @@ class Context:
         time (`costs.ready`).
       placed: the positions of the tokens are an operand.
       inner: number of the last axes over which heads are exchanged.
+      order: the devices of `outer` in the order in which a ring visits all of them (`ring.any_order`); (): in the order
+        of their ranks.
     """
 
     axes: Axes
@@ -54,6 +59,7 @@ class Context:
     balanced: bool | None = False
     placed: bool = False
     inner: int = 0
+    order: tuple[int, ...] = ()
 
     def over(self, first: int, end: int) -> Context:
         """The context of the axes first…end-1."""
@@ -104,13 +110,26 @@ class Context:
 
     def shift(self, x, by: int):
         """The pytree of the device `by` below on the ring: every device sends its own to the device `by` above."""
-        pairs = [(i, (i + by) % self.devices) for i in range(self.devices)]
-        return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
+        ring = self.order or range(self.devices)
+        return self._permuted(x, [(device, ring[(i + by) % self.devices]) for i, device in enumerate(ring)])
+
+    def below(self, by: jax.Array | int) -> jax.Array | int:
+        """Rank of the device `by` below this one on the ring, int32 []."""
+        if not self.order:
+            return (self.rank() - by) % self.devices
+        ring = np.asarray(self.order, np.int32)
+        index = jnp.asarray(np.argsort(ring).astype(np.int32))[self.rank()]
+        return jnp.asarray(ring)[(index - by) % self.devices]
 
     def mirrored(self, x):
         """The pytree of the device A - 1 - i, on device i."""
-        pairs = [(i, self.devices - 1 - i) for i in range(self.devices)]
-        return jax.tree.map(lambda a: lax.ppermute(a, self.axes, pairs), x)
+        return self._permuted(x, [(i, self.devices - 1 - i) for i in range(self.devices)])
+
+    def _permuted(self, x, pairs: Sequence[tuple[int, int]]):
+        """The pytree of the source of this device; `pairs`: ranks of sources and targets."""
+        axes, number = in_mesh_order(self.axes)
+        pairs = sorted((number[a], number[b]) for a, b in pairs)
+        return jax.tree.map(lambda a: lax.ppermute(a, axes, pairs), x)
 
     @property
     def ring_scatter(self) -> bool:

@@ -17,9 +17,9 @@ from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.masks import visible_pairs
 from meshpar_kernels.attention.options import STRATEGIES
 
-RING_FROM = 256 * 1024
-"""Number of tokens from which ring attention is chosen by its estimated time; with fewer tokens only if nothing else fits,
-or has as little work."""
+RING_FROM = 256 * 1024, 8 * 1024
+"""Number of tokens, of all devices or of one, from which ring attention is chosen by its estimated time; with fewer tokens
+only if nothing else fits, or has as little work."""
 
 GIB = 1 << 30
 
@@ -54,8 +54,8 @@ class Sent:
       why: name of the arrays that are sent, for reports.
       step: of a permute: number of its messages on the busiest link of a ring.
       stage: (mesh axes, number of devices on them); None: all axes.
-      route: of a permute: to the "next" device; "both" if another one runs in the other direction meanwhile; "mirror": to
-        device A - 1 - i.
+      route: of a permute: to the "next" device; "both" if another one runs in the other direction meanwhile; "any next" and
+        "any both" if the ring may visit the devices in any order; "mirror": to device A - 1 - i.
       hidden: FLOPs of the attention that are computed meanwhile; infinite for the hops of a ring.
     """
 
@@ -87,7 +87,7 @@ class Sent:
             "all-to-all": full * devices / 8,  # traffic over the bisection of the ring
             "collective-permute": full
             * min(abs(self.step), devices - abs(self.step))
-            / (2 if self.route == "both" else 1),
+            / (2 if self.route.endswith("both") else 1),
         }[self.op]
         return self.times * (hops * machine.latency + carried / machine.link)
 
@@ -162,7 +162,8 @@ def sends(c: Context, strategy: str, q: Any, k: Any, v: Any, segments: int) -> t
         return there, [*there, *back]
     there, back = [], []
     moving = ring.streams(c, q.shape[1], k.shape[1])
-    hop = functools.partial(Sent, "collective-permute", hidden=math.inf, route="both" if len(moving) > 1 else "next")
+    route = "any " * ring.any_order(c, q.shape[1], k.shape[1]) + ("both" if len(moving) > 1 else "next")
+    hop = functools.partial(Sent, "collective-permute", hidden=math.inf, route=route)
     for s in moving:
         way = "up" if s.step > 0 else "down"
         for name, shape, dtype in keys + ids:
@@ -255,7 +256,7 @@ def costs(c: Context, q: Any, k: Any, v: Any, *, segments: int = 0, machine: Mac
     m = Machine() if machine is None else machine
     contexts = {name: ready(c, name, q, k, v, segments, m) for name in STRATEGIES if "+" not in name or len(c.axes) > 1}
     of = {name: _cost(c, name, q, k, v, segments, m) for name, c in contexts.items()}
-    return AttentionCosts(of, *_choose(of, k.shape[1] * c.devices, m))
+    return AttentionCosts(of, *_choose(of, k.shape[1], c.devices, m))
 
 
 def _pair_flops(q: Any, v: Any) -> tuple[float, float]:
@@ -345,7 +346,7 @@ def _memory(c: Context, strategy: str, q: Any, k: Any, v: Any, *, backward: bool
     return base + weighted + 2 * keys + 4 * grads + (weighted + size(q) if c.balanced else 0)
 
 
-def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str, str]:
+def _choose(of: dict[str, AttentionCost], tokens: int, devices: int, m: Machine) -> tuple[str, str]:
     """(name of the strategy to use, the reason in words).
 
     Among the strategies that can run and fit the memory it is the fastest; below `RING_FROM` tokens a ring is only used
@@ -362,13 +363,14 @@ def _choose(of: dict[str, AttentionCost], tokens: int, m: Machine) -> tuple[str,
             f"none stays within {limit} in addition to its operands; {name} needs the least, {_gib(able[name])}",
         )
     others = [cost.flops for n, cost in fit.items() if n != "ring"]
-    short = tokens < RING_FROM and "ring" in fit and bool(others) and fit["ring"].flops > 0.9 * min(others)
+    few = tokens * devices < RING_FROM[0] and tokens < RING_FROM[1]
+    short = few and "ring" in fit and bool(others) and fit["ring"].flops > 0.9 * min(others)
     names = [n for n in fit if n != "ring"] if short else list(fit)
     name = _least({n: fit[n] for n in names}, lambda cost: cost.seconds)
     out = [f"{n}: {cost.refused}" for n, cost in of.items() if cost.refused is not None]
     out += [f"{n} needs {_gib(cost)}, above {limit}" for n, cost in able.items() if n not in fit]
     if short:
-        out.append(f"ring pays from {RING_FROM // 1024}K tokens")
+        out.append(f"ring pays from {RING_FROM[0] // 1024}K tokens, or {RING_FROM[1] // 1024}K a device")
     why = f"{name} takes the least time of those that can" if len(names) > 1 else f"{name} is left"
     return name, "; ".join([why, *out])
 

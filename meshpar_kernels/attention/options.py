@@ -26,7 +26,7 @@ class ContextParallel:
     Attributes:
       strategy: "ring", "ulysses", "ring+ulysses" or "gathered", as `ring_attention` describes them; None: the strategy
         with the least time by `attention_costs`, if its heads divide and it needs at most 2 GiB in addition to operands
-        and results; ring only from 256K tokens on, if another fits and has as little work.
+        and results; ring only from 256K tokens or 8K tokens a device on, if another fits and has as little work.
       order: "zigzag": the tokens (of q, k, v, segment ids and the result) are in the order of `zigzag`, in which each
         device has an early and a late block, so that causal work is balanced. Masks use the true positions of tokens.
         An int32 array [Sq/A]: the positions of the tokens, the same in all rows (Sq = Skv), for another order

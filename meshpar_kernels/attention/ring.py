@@ -13,6 +13,9 @@ Every pair of halves has the same work, and with it every device. The queries tr
 attend; so elsewhere they see only keys of other devices, all or none of each device, as in the contiguous ring. The
 hops of one device differ in work: by a simulation without transfer times, 8 devices take 9/8 of the mean, since some
 wait for keys; with `both_ways=False` they take the mean.
+
+A ring in which all devices see each other may visit them in any order (`Context.order`): work and result of a device do
+not depend on it. So its steps cross one link each, where the order of the ranks is no cycle of neighbours.
 """
 
 from __future__ import annotations
@@ -45,11 +48,21 @@ class Stream:
     hops: int
 
 
+def any_order(c: Context, q_len: int, k_len: int) -> bool:
+    """Whether K and V pass all devices, so that the ring may visit these in any order; lengths of one device."""
+    return len(_met(c, q_len, k_len)) == c.devices
+
+
+def _met(c: Context, q_len: int, k_len: int) -> Sequence[int]:
+    """The offsets d for which some device needs keys of the device d below it on the ring."""
+    if c.placed or c.balanced or c.order:
+        return range(c.devices)
+    return devices_seen(c.softmax.mask, c.devices, q_len, k_len, c.zigzag)
+
+
 def streams(c: Context, q_len: int, k_len: int) -> list[Stream]:
     """The streams of K and V; lengths of one device. Segment ids are unknown at trace time, so they shorten no stream."""
-    all_meet = c.placed or c.balanced
-    met = range(c.devices) if all_meet else devices_seen(c.softmax.mask, c.devices, q_len, k_len, c.zigzag)
-    is_visible = [d for d in met if d]
+    is_visible = [d for d in _met(c, q_len, k_len) if d]
     if not is_visible:
         return []
     # of the ways to split the offsets between up and down, the one with the fewest hops; then the most even
@@ -110,10 +123,7 @@ def _keys(c: Context, moving: Sequence[Stream], leg: Leg, cargo: dict[int, Keys]
     """The keys, values, positions and segment ids that have arrived after t hops, concatenated over the streams."""
     k, v, pos, seg = zip(*(cargo[i] for i in leg.block_indices), strict=True)
     if not c.placed:
-        pos = [
-            c.positions((c.rank() - moving[i].step * t) % c.devices, each, moving[i].low, moving[i].high)
-            for i in leg.block_indices
-        ]
+        pos = [c.positions(c.below(moving[i].step * t), each, moving[i].low, moving[i].high) for i in leg.block_indices]
     ids = None if seg[0] is None else jnp.concatenate(seg, 1)
     return Keys(jnp.concatenate(k, 1), jnp.concatenate(v, 1), jnp.concatenate(pos), ids)
 

@@ -12,9 +12,10 @@ CONFIG = dataclasses.replace(llama.TINY, embed=64, heads=8, kv_heads=4, head_dim
 BATCH, LENGTH = 8, 64
 
 
-@pytest.mark.parametrize(
-    ("case", "kv_heads"), covering.each(serving.CASES, [4, 1]), ids=[c.name for c in serving.CASES]
-)
+SENT = [c for c in serving.CASES if c.name != "flash decoding, all devices"]
+
+
+@pytest.mark.parametrize(("case", "kv_heads"), covering.each(SENT, [4, 1]), ids=[c.name for c in SENT])
 def test_a_step_sends_no_more_than_hand_written_specs(case, kv_heads):
     config = dataclasses.replace(CONFIG, kv_heads=kv_heads)
     sent = serving.programs(case, config, BATCH, LENGTH, None)
@@ -23,9 +24,12 @@ def test_a_step_sends_no_more_than_hand_written_specs(case, kv_heads):
 
 
 def test_a_cache_sharded_by_length_sends_softmax_statistics_and_outputs_only():
-    (case,) = (c for c in serving.CASES if c.name == "flash decoding, all devices")
-    sent = serving.programs(case, CONFIG, BATCH, LENGTH, None)["meshpar"]
+    (case,) = (c for c in serving.CASES if c not in SENT)
+    programs = serving.programs(case, CONFIG, BATCH, LENGTH, None)
+    sent = programs["meshpar"]
     assert {c.op for c in sent} == {"all-reduce"}
     devices = 8
     numbers = BATCH * CONFIG.heads * (1 + 1 + CONFIG.head_dim)  # the maximum, the sum and the output of every head
-    assert sum(c.total_bytes for c in sent) == CONFIG.layers * numbers * 4 * 2 * (devices - 1) / devices
+    total, by_hand = (sum(c.total_bytes for c in programs[how]) for how in ("meshpar", "by hand"))
+    assert total == CONFIG.layers * numbers * 4 * 2 * (devices - 1) / devices
+    assert total <= by_hand

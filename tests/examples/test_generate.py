@@ -83,7 +83,6 @@ LONG = {"prefill": "seq: model", "insert": "cache: data+model; seq: model", "dec
 
 PAGED = {"page": 4, "pages": 9}  # for less than three of the longest sequences
 ROOMY = dataclasses.replace(mixtral.TINY, capacity=float(mixtral.TINY.experts))
-MANY_QUERIES = dataclasses.replace(llama.TINY, kv_heads=1)
 CASES = {
     "continuous batching": ("llama", UNSHARDED, {"pad": 4}),
     "pages": ("llama", UNSHARDED, PAGED),
@@ -96,7 +95,6 @@ CASES = {
 SLOW_CASES = {
     "pages under a layout": ("llama", LONG, {"lowering": "jit", "page": 8, "pages": 7}),
     "latent attention in pages": ("deepseek", FLASH, {"lowering": "shard_map", "page": 4, "pages": 7}),
-    "one head of keys, sharded by length": ("llama", FLASH, {"config": MANY_QUERIES}),
     "mixtral, which drops no token": (
         "mixtral",
         {"prefill": "", "decode": "batch: data; cache, expert: model", "insert": "batch: data; cache: model"},

@@ -43,22 +43,12 @@ def test_vit_has_the_published_size():
     assert count_weights(target) == layers + rest + pool + (d + 1) * 29593
 
 
-def small(name):
-    """(step, arguments with values, dims) of a small model."""
-    sizes = {**models.TINY, "tokens": 16, "vocab": 48}
-    make, sizes = {
-        "bert": (models.bert_base, {**sizes, "masked": 4}),
-        "vit": (models.vit_22b, {**sizes, "patch": 2}),
-    }[name]
-    step, shapes, dims = make(batch=8, **sizes)
-    return step, drawn(shapes, 48, segments=2, next=2, masked=16), dims
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "lowering"), [("bert", "jit"), ("vit", "shard_map")])
-def test_no_layout_changes_a_number(name, lowering):
-    step, args, dims = small(name)
-    how = {"meshes": ["data=4, model=2"], "lowerings": [lowering], "tolerance": 1e-4}
+def test_no_layout_changes_a_number():
+    """Of BERT; a ViT is on docs/vision.md."""
+    step, shapes, dims = models.bert_base(batch=8, **models.TINY, tokens=16, vocab=48, masked=4)
+    args = drawn(shapes, 48, segments=2, next=2, masked=16)
+    how = {"meshes": ["data=4, model=2"], "lowerings": ["jit"], "tolerance": 1e-4}
     same(step, *args, layout=models.LAYOUTS["sequence_parallel"], dims=dims, **how)
 
 

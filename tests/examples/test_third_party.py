@@ -22,12 +22,12 @@ def test_same_state():
 @pytest.mark.filterwarnings("ignore:TensorFlow and JAX classes are deprecated")
 def test_generation_of_tokens():
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    sizes = {"vocab_size": 256, "n_positions": 64, "n_embd": 64, "n_layer": 1, "n_head": 4}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=255)
     model = transformers.FlaxGPT2LMHeadModel(config, seed=0)
 
     def generate(params, ids):
-        options = {"max_length": 24, "do_sample": False, "pad_token_id": 0, "eos_token_id": 255}
+        options = {"max_length": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": 255}
         return model.generate(ids, params=params, **options).sequences
 
     ids = np.random.default_rng(0).integers(1, 250, (8, 6))

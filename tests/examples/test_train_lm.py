@@ -31,15 +31,9 @@ def test_loss_falls(run):
 
 
 @pytest.mark.slow
-def test_another_layout_gives_the_same_losses(run):
-    other = train_lm.main([*TINY, "--layout", "dp", "--picture", ""])
-    np.testing.assert_allclose(other.losses, run.losses, rtol=1e-4)
-    np.testing.assert_allclose(other.held_out_bits_per_byte, run.held_out_bits_per_byte, rtol=1e-4)
-
-
-@pytest.mark.slow
 def test_it_resumes_with_fewer_processes(run, tmp_path, monkeypatch, capfd):
-    """Two processes, of which one is killed at its fifth step; the other resumes from step 3, with the same losses."""
+    """Two processes, of which one is killed at its fifth step; the other resumes from step 3. The losses are those of another
+    layout in one process."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", quick.FLAGS)

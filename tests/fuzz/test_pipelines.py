@@ -9,8 +9,8 @@ import run
 from meshpar._src.plan.verify import verify
 from meshpar._src.program.pipeline import SCHEDULES
 
-SEEDS = (1, 2, 3, 4, 7, 10)
-"""Programs that are compiled within seconds, of every schedule."""
+SEEDS = (2, 3, 7, 10)
+"""A program of every schedule, each of which is compiled within seconds."""
 
 
 @pytest.mark.parametrize("seed", SEEDS)

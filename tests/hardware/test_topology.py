@@ -15,9 +15,11 @@ from meshpar._src.hardware.topology import (
     Places,
     Stage,
     Topology,
+    described_mesh,
     device_count,
     larger_topologies,
     parse_topology,
+    ring_order,
     topology_devices,
     torus_of,
     torus_of_slices,
@@ -227,7 +229,48 @@ def test_a_kind_of_device_that_is_not_known_is_said_before_its_rings_become_line
 )
 def test_devices_that_jump_about_may_fill_a_box(topology, text, size, dim, box):
     """The box may be of several slices, between which the axis then is."""
-    assert laid(topology, text) == {"data": (Stage(size, dim, fills=tuple(Stage(*s) for s in box)),)}
+    (found,) = laid(topology, text)["data"]
+    assert found == Stage(size, dim, fills=tuple(Stage(*s) for s in box), cells=found.cells)
+    assert sorted(found.cells) == list(range(size))
+
+
+SMALL = [Topology(1, chip.name, shape) for chip in CHIPS.values() if not chip.switch for shape in chip.shapes()]
+SMALL = [where for where in SMALL if 1 < where.devices <= 64]
+
+
+@pytest.mark.parametrize("where", SMALL, ids=str)
+def test_a_ring_visits_neighbours_wherever_a_grid_has_a_cycle(where):
+    """In every group of a mesh of one or two axes: consecutive devices are on one chip, or neighbours in the grid of the group."""
+    half, rings = where.devices // 2, (*where.chip.rings(where.chips), False, False)
+    for shape in {(where.devices,), (2, half), (half, 2)}:
+        sizes = dict(zip("ab", shape, strict=False))
+        places = np.vectorize(lambda d: d.coords, otypes=[object])(described_mesh(sizes, where).devices)
+        for k, stages in enumerate(torus_of_slices(sizes, where).values()):
+            groups = np.array(np.moveaxis(places, k, 0).reshape(shape[k], -1).T.tolist())
+            chips = [{tuple(at) for at in group} for group in groups]
+            sides = [len(set(at)) for at in groups[0].T if len(set(at)) > 1]
+            is_box = all(len(c) == np.prod(sides) for c in chips) and shape[k] > 1 and stages[0] != Stage(shape[k])
+            is_cycle = (len(sides) > 1 and len(chips[0]) % 2 == 0) or sides in ([], [2]) or any(s.wraps for s in stages)
+            order = ring_order(stages)
+            assert bool(order) == (is_box and is_cycle), (sizes, k)
+            if order:
+                assert sorted(order) == list(range(shape[k]))
+                for group in groups:
+                    steps = np.zeros(shape[k], int)
+                    for ring, at in zip(rings, group.T, strict=False):
+                        found, index = np.unique(at, return_inverse=True)
+                        n = np.abs(index[[*order]] - np.roll(index[[*order]], 1))
+                        steps += np.minimum(n, len(found) - n) if ring else n
+                    assert steps.max() <= 1, (sizes, k)
+
+
+def test_rings_of_the_mesh_keep_their_order_and_others_have_none():
+    assert ring_order((Stage(4, "x", True),)) == (0, 1, 2, 3)
+    assert ring_order((Stage(2, "y"), Stage(2, "x"))) == (0, 1, 3, 2)
+    assert ring_order((Stage(3, "x"), Stage(4, "y"))) == (0, 4, 8, 9, 5, 6, 10, 11, 7, 3, 2, 1)
+    no_cycle = [Stage(4, "x")], [Stage(3, "x"), Stage(3, "y")]
+    unknown = [Stage(8)], [Stage(8, "switch")], [Stage(2, "slice"), Stage(4, "x", True)], [Stage(1, "x")]
+    assert [ring_order(tuple(stages)) for stages in (*no_cycle, *unknown)] == [()] * 6
 
 
 def test_devices_that_jump_about_and_fill_no_box():

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_cases import mesh_of
 
 from meshpar_kernels import ContextParallel, ring_attention, unzigzag, zigzag
+from meshpar_kernels.attention import api
 
 A, B, S, H, D = 4, 2, 48, 8, 4
 RNG = np.random.default_rng(0)
@@ -126,6 +127,42 @@ def test_balanced_rings_are_exact_in_float64(case):
         y, back = run(*x)
         got = jax.tree.map(lambda a: np.asarray(a)[:, np.argsort(order)], (y, back(read)))
     expect({case: got}, arrays, 1e-12, **options, **ids)
+
+
+AROUND = (0, 2, 7, 5, 4, 6, 3, 1)  # along the edge of a 2x4 grid, in JAX's order of its devices
+IN_ANY_ORDER = {
+    "all see all": ((8,), AROUND, {}, 8, S),
+    "balanced, documents": ((8,), AROUND, {"causal": True, "segments": True}, 2, S),
+    "zig-zag": ((8,), AROUND[::-1], {"causal": True, "zigzag": 8}, 1, S),
+    "a wide window, blocks of 2 and 3 keys": ((8,), AROUND, {"window": 47, "both_ways": True}, 2, 40),
+    "one way": ((8,), AROUND, {"causal": True, "both_ways": False, "balance": False}, 4, S),
+    "of Ulysses": ((4, 2), (0, 2, 3, 1), {"causal": True, "strategy": "ring+ulysses"}, 2, S),
+}
+
+
+@pytest.mark.parametrize("case", IN_ANY_ORDER)
+def test_rings_in_any_order_of_devices_are_exact_in_float64(case):
+    sizes, order, options, kv_heads, tokens = IN_ANY_ORDER[case]
+    axes, options = ("a", "b")[: len(sizes)], {"strategy": "ring", "balance": None, **options}
+    segments, devices = options.pop("segments", False), int(np.prod(sizes))
+    arrays, ids = draw(kv_heads, dtype=np.float64, tokens=tokens), {"q_seg": LAST, "k_seg": LAST} if segments else {}
+    moved = [oracle.zigzag_order(n, devices) if "zigzag" in options else np.arange(n) for n in (S, tokens)]
+
+    def attend(q, k, v, read, seg):
+        x = api.Operands(q, k, v, seg if segments else None)
+        found = api.plan(x, dict(zip(axes, sizes, strict=True)), api.Options(**options, chunks=(4, 5)))
+        visiting = found._replace(context=replace(found.context, order=order))
+        out, lse = api.forward(visiting, x)
+        return out, api.backward(visiting, x, out, lse, read)
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(sizes), axes)
+    with jax.enable_x64(True):
+        q, k, v, read = (jnp.asarray(a)[:, moved[n]] for a, n in zip(arrays, (0, 1, 1, 0), strict=True))
+        f = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=P(None, axes), out_specs=P(None, axes)))
+        out, (d_q, d_k, d_v) = f(q, k, v, read, jnp.asarray(LAST))
+        got = [np.asarray(a)[:, np.argsort(moved[n])] for a, n in zip((out, d_q, d_k, d_v), (0, 0, 1, 1), strict=True)]
+    mask = {name: options[name] for name in ("causal", "window") if name in options}
+    expect({case: got}, arrays, 1e-12, **mask, **ids)
 
 
 @pytest.mark.slow

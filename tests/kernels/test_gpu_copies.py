@@ -48,8 +48,8 @@ LOADS = {
 
 @pytest.mark.parametrize(("module", "sizes"), covering.each(gpu_runs.GROUPED.values(), LOADS.values()), ids=LOADS)
 def test_each_row_is_read_as_itself_and_each_element_is_written_once(module, sizes):
-    """And the transpose sums each group's rows and no others."""
-    for order in SCHEDULES[::16]:
+    """And the transpose sums each group's rows and no others. More orders of events: `test_protocols`."""
+    for order in SCHEDULES[::32]:
         gpu_runs.matmul(module, sizes, order)
         gpu_runs.transpose(module, sizes, order)
 

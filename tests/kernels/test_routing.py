@@ -158,9 +158,9 @@ def test_permute_and_combine_are_the_definition(name, weighted):
 
 
 def test_combine_sums_in_float32():
-    plan = make(np.zeros((1, 16), np.float32), 16)
-    y = jnp.asarray([[256.0]] + [[1.0]] * 15, jnp.bfloat16)  # in bfloat16 256 + 1 is 256
-    assert float(combine(y, plan)[0, 0]) == 272.0  # 271 rounded once
+    plan = make(np.zeros((1, 4), np.float32), 4)
+    y = jnp.asarray([[256.0]] + [[1.0]] * 3, jnp.bfloat16)  # in bfloat16 256 + 1 is 256
+    assert float(combine(y, plan)[0, 0]) == 260.0  # 259 rounded once
 
 
 def test_unused_rows_do_not_leak():
@@ -203,13 +203,6 @@ def test_unroutable_rows_have_no_gradient():
     grads = jax.grad(lambda x: (make(x, 2).weight ** 2).sum())(logits)
     assert np.isfinite(grads).all()
     np.testing.assert_array_equal(grads[jnp.array([3, 5, 11])], 0)
-
-
-def test_plan_is_a_pytree_and_jits():
-    plan = jax.jit(lambda x: make(x, 2, capacity=3))(odd_logits())
-    assert isinstance(plan, RoutePlan)
-    assert plan.capacity == 3
-    np.testing.assert_array_equal(jax.tree.map(jnp.asarray, plan).rows, plan.rows)
 
 
 def test_sharded_operand_is_refused():

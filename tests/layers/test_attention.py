@@ -10,7 +10,11 @@ import pytest
 from same_results import assert_close
 
 import meshpar as mp
+from meshpar._src.hardware.topology import described_mesh
+from meshpar._src.layers import attention as layer
+from meshpar._src.lower import lower_to_jit, lower_to_shard_map
 from meshpar._src.verify.hlo import collectives
+from meshpar._src.verify.prove.claims import equations
 from meshpar_kernels import zigzag
 
 RNG = np.random.default_rng(0)
@@ -66,7 +70,12 @@ CASES = [
     ("gathered", "seq: data+context", "shard_map", {"causal": True, "window": 9}),
     (None, "seq: context; heads: data", "jit", {"causal": True}),  # kv_heads have no rule: heads are gathered or follow
     ("ring", "batch: data; head_dim: context", "shard_map", {}),  # nothing of the sequence is split
-    ("ring", CONTEXT, "shard_map", {"causal": True, "balance": True}),
+    (
+        "ring",
+        "seq: context+data",
+        "shard_map",
+        {"causal": True, "balance": True},
+    ),  # the axes in another order than in the mesh
     ("ring+ulysses", "seq: context+data", "shard_map", {"causal": True, "segments": True}),
 ]
 
@@ -76,6 +85,19 @@ def test_no_layout_changes_a_number(grid, strategy, layout, lowering, mask):
     args = arrays()
     fn = functools.partial(step, strategy=strategy, chunks=(6, 5), **mask)
     close(mp.jit(fn, mesh=grid, layout=layout, dims=DIMS, lowering=lowering)(*args), plain(*args, **mask))
+
+
+@pytest.mark.parametrize(("lowering", "mask"), [("jit", {"segments": True}), ("shard_map", {"window": 9})])
+def test_a_ring_in_another_order_of_devices_changes_no_number(grid, monkeypatch, lowering, mask):
+    """A window of 9 ends the ring after one device, which is the one below in positions."""
+    asked = []
+    monkeypatch.setattr(layer, "ring_order", lambda stages: asked.append(stages) or (0, 3, 1, 2)[: 4 * len(stages)])
+    args, mask = arrays(), {"causal": True, **mask}
+    run = mp.jit(
+        functools.partial(step, strategy="ring", **mask), mesh=grid, layout=CONTEXT, dims=DIMS, lowering=lowering
+    )
+    close(run(*args), plain(*args, **mask))
+    assert any(asked) == ("window" not in mask)
 
 
 def test_zigzag_says_where_tokens_belong(grid):
@@ -165,25 +187,47 @@ def test_a_ring_of_a_long_sequence_balances_itself():
     swaps = [c for c in even.collectives if "mirrored" in c.cause or "back to" in c.cause]
     assert [c.bytes for c in swaps] == [4096 * 32 * 128 * 2, 4096 * 32 * 128 * 2, 4096 * 32 * 4]
     assert [c.hidden == c.seconds for c in swaps] == [True, False, False]
-    assert even.seconds < 0.026 < 0.042 < uneven.seconds
+    assert planned("context=8", "seq: context").seconds == even.seconds < 0.026 < 0.042 < uneven.seconds
     assert "queries of the mirrored device" in str(even)
+    around = [c for c in even.collectives if "the ring, a cycle of neighbours" in c.cause]
+    half = 4096 * 8 * 128 * 2  # of K or V; each crosses one link, in both directions at once
+    assert [(c.count, c.bytes, c.seconds) for c in around] == [
+        (7, half, pytest.approx(half / 2 / swaps[0].bytes * swaps[0].seconds / 2))
+    ] * 4
+    near = planned("context=8", "seq: context", strategy="ring", balance=False, window=8192)
+    assert [c.count for c in near.collectives] == [1, 1]
+    assert not [c for c in near.collectives if "neighbours" in c.cause]
     # 32 heads do not divide over 64 devices: the heads limit the inner axis only
     wide = planned("ring=4, uly=2", "seq: ring+uly", strategy="ring+ulysses")
     assert wide.seconds < uneven.seconds
 
 
-def test_the_program_runs_the_strategy_that_is_planned():
-    """Also over an axis that is three dimensions of a torus, over which a ring and Ulysses together would be possible."""
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "v5e:2x4"])
+def test_the_program_runs_the_strategy_that_is_planned(topology):
+    """Also over an axis that is three dimensions of a torus, over which a ring and Ulysses together would be possible. Each step of
+    the ring is to a chip with a link, under both lowerings."""
 
     def gradients(q, k, v):
         attend = lambda *xs: mp.layers.attention(*xs, causal=True, implementation="xla")  # noqa: E731
         return jax.grad(lambda *xs: jnp.sum(attend(*xs).astype(jnp.float32)), (0, 1, 2))(q, k, v)
 
     x = jax.ShapeDtypeStruct((1, 65536, 4, 128), jnp.bfloat16)
-    where = {"mesh": "context=8", "topology": "v5p:2x2x2", "layout": "seq: context", "lowering": "shard_map"}
-    plan = mp.plan(gradients, x, x, x, dims={"*": "batch seq heads head_dim"}, **where)
+    where = {
+        "mesh": "context=8",
+        "topology": topology,
+        "layout": "seq: context",
+        "dims": {"*": "batch seq heads head_dim"},
+    }
+    plan, of_jit = (mp.plan(gradients, x, x, x, lowering=lowering, **where) for lowering in ("shard_map", "jit"))
     assert {c.op for c in plan.collectives} == {"collective-permute"}
     assert not [cause for cause in plan.prove().failed if cause.op == "plan"]
+    places = np.array([d.coords for d in described_mesh({"context": 8}, topology).devices.flat])
+    for fn in (lower_to_shard_map(plan, plan.mesh)[0], lower_to_jit(of_jit, of_jit.mesh)[0]):
+        permutes = [e for e, _ in equations(jax.make_jaxpr(fn)(x, x, x).jaxpr) if e.primitive.name == "ppermute"]
+        rings = {pairs for e in permutes if (7, 0) not in (pairs := e.params["perm"])}  # not between mirrored devices
+        assert len(rings) == 2
+        for pairs in rings:
+            assert {np.abs(places[a] - places[b]).sum() for a, b in pairs} == {1}
 
 
 def test_tokens_of_packed_documents_in_a_balanced_order(grid):

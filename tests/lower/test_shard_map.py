@@ -126,10 +126,10 @@ def calls(x, w, v):
     )
 
 
-@pytest.mark.parametrize("fn", [reductions, shapes, generated, random, loops, calls])
+@pytest.mark.parametrize("fn", [random, loops, calls])
 def test_ops(fn):
-    """In three programs: both layouts, and one of them in the other lowering."""
-    layouts = LAYOUTS if fn in (loops, calls) else [layout.replace("mlp: model; ", "") for layout in LAYOUTS]
+    """In three programs: both layouts, and one of them in the other lowering; other ops: `tests/rules/test_rules.py`."""
+    layouts = [layout.replace("mlp: model; ", "") for layout in LAYOUTS] if fn is random else LAYOUTS
     options = {"dims": DIMS, "meshes": MESHES[1:], "tolerance": 5e-6}
     same(fn, X, W, V, layout=layouts[0], lowerings=("shard_map", "jit"), **options)
     same(fn, X, W, V, layout=layouts[1], **options)

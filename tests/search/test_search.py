@@ -303,20 +303,6 @@ def test_a_search_of_a_program_without_a_dim_called_batch_says_so(name, note):
     assert (says in str(got)) == note
 
 
-@pytest.mark.parametrize("name", ["exp", "expert"])
-def test_a_search_of_a_program_whose_experts_have_another_name_says_so(name):
-    def step(params, x):
-        loss = lambda params: (jnp.einsum("xem,xbe->xbm", params["w"], x) ** 2).sum()  # noqa: E731
-        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
-
-    args, dims = (
-        ({"w": weight(4, 64, 128)}, weight(4, 256, 64)),
-        {"params/w": f"{name} embed mlp", "x": f"{name} batch embed"},
-    )
-    got = mp.search(step, *args, topology="v5e:2x2", mesh="data=2, model=2", max_plans=4, dims=dims)
-    assert ("if `exp` is it, call it so" in " ".join(str(got).split())) == (name == "exp")
-
-
 def test_interrupted_or_out_of_time_it_has_the_best_so_far():
     told = []
 
@@ -393,12 +379,12 @@ def test_programs_that_vary_are_chosen_from():
 @pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_hash_seed():
     """Of another process it is another one than here, where it is random."""
-    code = "import test_search as t; print(t.found(batch=16, options=(('max_plans', 20),)).to_json())"
+    code = "import test_search as t; print(t.found(batch=16, options=(('max_plans', 8),)).to_json())"
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parents[1])])
     env = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=True)
-    assert run.stdout.splitlines()[-1] == found(batch=16, options=(("max_plans", 20),)).to_json()
+    assert run.stdout.splitlines()[-1] == found(batch=16, options=(("max_plans", 8),)).to_json()
 
 
 @pytest.mark.parametrize(
@@ -521,3 +507,17 @@ def test_a_descent_passes_a_candidate_that_is_no_better():
     found = mp.search(target.step, *target.args, topology="v5p:8x8x8", dims=target.dims, max_axes=2)
     (scheme,) = [row for row in found.rows if row.name == "fsdp_tensor"]
     assert found.best.seconds < 0.97 * scheme.seconds
+
+
+def test_heads_are_exchanged_inside_of_a_ring_where_they_do_not_divide_over_all_devices():
+    """24 heads and 32K tokens over 32 chips: Ulysses over 8 of them, inside of a ring over 4."""
+    q, k = (jax.ShapeDtypeStruct((1, 32768, heads, 128), jnp.bfloat16) for heads in (24, 8))
+    dims = {"q": "batch seq heads head_dim", **dict.fromkeys("kv", "batch seq kv_heads head_dim")}
+    attend, where = functools.partial(mp.layers.attention, causal=True), {"topology": "v5p:2x4x4", "dims": dims}
+    found = mp.search(attend, q, k, k, mesh="ring=4, uly=8", forbid="heads, kv_heads, head_dim", max_plans=20, **where)
+    plan = found.plan()
+    assert found.best.layout == "seq: ring+uly"
+    assert {c.op for c in plan.collectives} == {"all-to-all", "collective-permute"}
+    for strategy in (None, "ring"):
+        fn = functools.partial(attend, strategy=strategy)
+        assert plan.seconds < 0.95 * mp.plan(fn, q, k, k, mesh="context=32", layout="seq: context", **where).seconds

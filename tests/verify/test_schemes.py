@@ -1,7 +1,5 @@
 """Schemes of transformers: their compiled programs send what the plans list; no scheme changes a number, dropout included."""
 
-import functools
-
 import planned_transformer
 import pytest
 import quick
@@ -10,23 +8,16 @@ import small_transformer
 import meshpar as mp
 from plan_vs_compiler import differences
 
-SENT = [
-    f"{planned_transformer.MEGATRON}; embed: data; seq: model",
-    pytest.param("seq: data", marks=pytest.mark.slow),
-]
 
-
-@pytest.mark.parametrize("layout", SENT)
-def test_the_compiled_program_sends_what_the_plan_lists(layout):
-    """Kinds, counts and bytes."""
+def test_the_compiled_program_sends_what_the_plan_lists():
+    """Kinds, counts and bytes; the lowered programs of other schemes: `tests/lower/test_shard_map.py`."""
     model = planned_transformer
-    step = functools.partial(model.train_step, rename=layout == "seq: data")
     options = {"lowering": "shard_map", "cache": False, "compiler_options": quick.OPTIONS}
     compiled = mp.compile(
-        step,
+        model.train_step,
         *(model.STATE, model.TOKENS),
         mesh="data=4, model=2",
-        layout=layout,
+        layout=f"{model.MEGATRON}; embed: data; seq: model",
         dims=model.DIMS,
         progress=lambda _: None,
         **options,

@@ -289,6 +289,7 @@ class Stage:
       stride: distance between neighbours along the dimension, in chips; also the number of groups that share each link.
       fills: for devices that are no run along one dimension but fill a box (JAX maps ``data=16`` to a v5e:4x4 like a snake): the
         stages of the box. Collectives other than rings run over these, since the order of devices does not matter to them.
+      cells: for each device its index in the box, row-major; alike in all groups up to reflections, else ``()``.
     """
 
     size: int
@@ -296,6 +297,7 @@ class Stage:
     wraps: bool = False
     stride: int = 1
     fills: tuple[Stage, ...] = ()
+    cells: tuple[int, ...] = ()
 
     @property
     def parts(self) -> tuple[Stage, ...]:
@@ -376,6 +378,63 @@ def major_of(torus: Torus, axes: Sequence[str]) -> list[Stage]:
 def devices_of(torus: Torus, axes: Sequence[str]) -> int:
     """The number of devices of a ring over mesh axes."""
     return math.prod(s.size for s in major_of(torus, axes))
+
+
+@functools.lru_cache(maxsize=1024)
+def ring_order(stages: tuple[Stage, ...]) -> tuple[int, ...]:
+    """The devices of some stages in the order of a ring whose steps, the last one to the first one too, cross one link at most.
+
+    It is the order of the devices if that is such a ring, else a cycle through the grid of chips. The devices of one chip are
+    consecutive.
+
+    Args:
+      stages: of all axes of the ring, the first major.
+
+    Returns:
+      Numbers of devices, the first stage major; empty if the grid has no cycle (a line, an odd number of chips), or if the stages
+      are unknown or no part of a torus.
+
+    Example:
+      >>> ring_order((Stage(2, "x"), Stage(4, "y")))
+      (0, 1, 2, 3, 7, 6, 5, 4)
+    """
+    stages = tuple(s for s in stages if s.size > 1)
+    if not stages or any(s.dim in ("switch", "slice") or not (s.dim or s.cells) for s in stages):
+        return ()
+    cells = np.zeros(1, int)
+    for s in stages:
+        cells = np.add.outer(cells * s.size, s.cells or range(s.size)).reshape(-1)
+    parts = [p for s in stages for p in s.parts]
+    index = np.unravel_index(cells, [p.size for p in parts])
+    chips = [(p, at) for p, at in zip(parts, index, strict=True) if p.on_torus and p.size > 1]
+    sides = [p.size for p, _ in chips]
+
+    def is_ring(order: np.ndarray) -> bool:
+        steps = [abs(at[order] - np.roll(at[order], 1)) for _, at in chips]
+        links = [np.minimum(n, p.size - n) if p.wraps else n for (p, _), n in zip(chips, steps, strict=True)]
+        return bool((np.sum(links, 0) <= 1).all())
+
+    orders = [np.arange(len(cells))]
+    if (cycle := _cycle(sides)) is not None:
+        visited = np.argsort(cycle)  # chip → its index in the cycle
+        orders.append(np.argsort(visited[np.ravel_multi_index([at for _, at in chips], sides)], kind="stable"))
+    return next((tuple(order.tolist()) for order in orders if is_ring(order)), ())
+
+
+def _cycle(sides: Sequence[int]) -> list[int] | None:
+    """A cycle through the neighbours of a grid, as indices in its row-major order; None: it has no even side, or is a line.
+
+    Each row of the even side is passed back and forth from its second cell on, and the first cells are the way back.
+    """
+    even = next((k for k, n in enumerate(sides) if n % 2 == 0), None)
+    if even is None or len(sides) < 2:
+        return None
+    row: list[tuple[int, ...]] = [()]
+    for n in (*sides[:even], *sides[even + 1 :]):
+        row = [(*cell, i) for k, cell in enumerate(row) for i in (range(n) if k % 2 == 0 else reversed(range(n)))]
+    cells = [(0, row[0]), *((i, cell) for i in range(sides[even]) for cell in (row[1:] if i % 2 == 0 else row[:0:-1]))]
+    cells += [(i, row[0]) for i in range(sides[even] - 1, 0, -1)]
+    return [int(np.ravel_multi_index((*cell[:even], i, *cell[even:]), sides)) for i, cell in cells]
 
 
 def torus_of(mesh: AnyMesh) -> Torus:
@@ -513,10 +572,21 @@ def _stages(devices: np.ndarray, axes: Sequence[str]) -> Torus:
             box, *others = {tuple(_box(group, extent, rings)) for group in groups}
             full = not others and math.prod(s.size for s in box) == len(rest)
             between = any(s.between for found in (box, *others) for s in found)
-            out[axis] = (Stage(len(rest), "slice" if between else "", fills=box if full else ()),)
+            cells = _cells(groups) if full else ()
+            out[axis] = (Stage(len(rest), "slice" if between else "", fills=box if full else (), cells=cells),)
         else:
             out[axis] = tuple(_along(d, n, stride, extent, rings) for n, d, stride in runs)
     return out
+
+
+def _cells(groups: np.ndarray) -> tuple[int, ...]:
+    """:attr:`Stage.cells` of groups of devices that fill equal boxes; their positions are [groups, devices, 5]."""
+    found = set()
+    for group in groups:
+        index = [np.unique(at, return_inverse=True)[1] for at in group.T]
+        index = [at if 2 * at[0] <= at.max() else at.max() - at for at in index]  # reflected
+        found.add(tuple(np.ravel_multi_index(index, [at.max() + 1 for at in index]).tolist()))
+    return found.pop() if len(found) == 1 else ()
 
 
 def _along(d: int, n: int, stride: int, extent: Sequence[int], rings: Sequence[bool]) -> Stage:

@@ -20,9 +20,11 @@ from jax import lax
 from meshpar_kernels.attention import api
 from meshpar_kernels.attention.costs import sends as sends_of
 from meshpar_kernels.attention.costs import work as work_of
+from meshpar_kernels.attention.ring import any_order
 
 from ...errors import MeshparError, RankError
 from ..compat.jax import default_promotion
+from ..hardware.topology import Stage, ring_order
 from ..program.declare import kernel_rule
 from ..program.kernels import KernelSend, KernelWork, ShardCounts
 from ..rules.spmd import GroupedAxes
@@ -54,9 +56,10 @@ def attention(
     attention is computed; Liu et al. 2023), ``"ulysses"`` (all-to-alls exchange the sequence for heads; Jacobs et al. 2023),
     ``"ring+ulysses"`` (over two axes, ``seq: ring+uly``: Ulysses over the last one inside of a ring over the first; Fang & Zhao
     2024) or ``"gathered"`` (K and V are all-gathered); None: the one that :func:`meshpar_kernels.attention_costs` estimates as
-    fastest for the shapes on one device. A ring balances causal work where that takes less time. The plan lists the collectives of
-    both passes and counts the memory. Scores [seq, seq] are never stored. Give the sequence dims of q and of k and v the same name
-    (no ``rename``), since they are one dim of this op; if their sizes differ, the sequence is all-gathered.
+    fastest for the shapes on one device. A ring balances causal work where that takes less time, and visits neighbours of the torus
+    in whatever order the mesh has them. The plan lists the collectives of both passes and counts the memory. Scores [seq, seq] are
+    never stored. Give the sequence dims of q and of k and v the same name (no ``rename``), since they are one dim of this op; if
+    their sizes differ, the sequence is all-gathered.
 
     Args:
       q: [batch, seq, heads, head_dim]; float32, bfloat16, float16 or float64.
@@ -149,14 +152,19 @@ def _plan(
 
 def _local_plan(operands: api.Operands, axes: Mapping[str, tuple[str, ...]], options: Mapping[str, Any]) -> api.Plan:
     """The plan within a ``shard_map``. The strategy is chosen for the axes of the planned mesh, as the planner chooses it, and runs
-    over the axes that these are divided into on a torus."""
+    over the axes that these are divided into on a torus; a ring that takes any order visits neighbours."""
     over = axes.get("seq", ())
-    groups = over.groups if isinstance(over, GroupedAxes) else {a: (a,) for a in over}
+    over = over if isinstance(over, GroupedAxes) else GroupedAxes({a: (a,) for a in over}, {})
+    groups = over.groups
     sizes = {a: math.prod(map(lax.axis_size, names)) for a, names in groups.items()}
     c, strategy = _plan(operands, {"seq": tuple(groups)}, options, sizes)
     names = tuple(n for a in c.axes for n in groups[a])
     inner = sum(len(groups[a]) for a in c.axes[len(c.axes) - c.inner :])
-    return api.Plan(dataclasses.replace(c, axes=names, sizes=tuple(map(lax.axis_size, names)), inner=inner), strategy)
+    lengths = (x.shape[1] * c.exchange.devices for x in operands[:2])
+    stages = tuple(s for a in c.outer.axes for s in over.torus.get(a, (Stage(sizes[a]),)))
+    order = ring_order(stages) if any_order(c.outer, *lengths) else ()
+    own = tuple(map(lax.axis_size, names))
+    return api.Plan(dataclasses.replace(c, axes=names, sizes=own, inner=inner, order=order), strategy)
 
 
 # -- the two ops

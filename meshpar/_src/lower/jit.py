@@ -111,7 +111,8 @@ class _Lowering:
         """Index the steps of a plan by op and value; ``bound``: axis names that the caller has bound by ``jax.vmap``."""
         self.plan, self.mesh = plan, mesh
         self.bound = frozenset(bound)
-        self.grid = Grid(plan.sizes, {}, isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu", bound)
+        cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
+        self.grid = Grid(plan.sizes, plan.torus, cpu, bound, factored=False)
         self.params: dict[Spec, dict[str, Any]] = {}
         steps = list(plan.body.all_steps)
         runs = [s for s in steps if isinstance(s, Run) and not (s.results and s.results[0].is_constant)]

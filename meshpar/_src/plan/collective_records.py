@@ -12,7 +12,7 @@ from ..hardware.chips import Chip
 from ..hardware.collective_algorithms import AlgorithmName, choose_algorithm
 from ..hardware.collective_ops import CollectiveOp, collective_volume, wire_bytes
 from ..hardware.collective_time import seconds_of
-from ..hardware.topology import Torus
+from ..hardware.topology import Torus, ring_order
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
 from .causes import Causes, FactorAxes
@@ -128,7 +128,9 @@ class CollectiveRecords:
         """
         records = []
         for send, axes in sends:
-            cause = functools.partial(causes.local_form, op, factor_axes, axes, send.why)
+            order = self._ring_order(axes) if send.route.startswith("any ") else ()
+            why = f"{send.why}, a cycle of neighbours" if order != tuple(range(len(order))) else send.why
+            cause = functools.partial(causes.local_form, op, factor_axes, axes, why)
             dims = causes.sent_dims(op, send.shape)
             kind, bytes_sent = cast(CollectiveOp, send.op), send_bytes(send, axes, self.sizes)
             seconds, hidden = self._seconds(kind, axes, bytes_sent, "native"), 0.0
@@ -173,7 +175,12 @@ class CollectiveRecords:
         stages = [s for a in axes for s in self.torus[a]]
         if route == "mirror":
             return max(p.size // (4 if p.wraps else 2) or 1 if p.on_torus else 1 for s in stages for p in s.parts)
-        return 0.5 if route == "both" and all(s.on_torus and not s.line for s in stages) else 1.0
+        cycle = self._ring_order(axes) if route == "any both" else all(s.on_torus and not s.line for s in stages)
+        return 0.5 if cycle and route.endswith("both") else 1.0
+
+    def _ring_order(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The order of devices of a ring that takes any order; empty: the order of the mesh, which is no cycle."""
+        return ring_order(tuple(s for a in axes for s in self.torus[a]))
 
     def _label(self, value: Value) -> tuple[str, str]:
         """(how reports name a value, its dims): its path, else the weight of the same dims, else the op that made it."""

@@ -67,7 +67,8 @@ class KernelSend:
       why: its purpose, as the cause in the plan.
       times: number of runs in a call.
       axes: its mesh axes, if they are not all axes of some factors (:attr:`ShardCounts.axes`).
-      route: of a permute: to the ``next`` device of a ring; ``both`` if another one runs in the other direction meanwhile;
+      route: of a permute: to the ``next`` device of a ring; ``both`` if another one runs in the other direction meanwhile; ``any
+        next`` and ``any both`` if the local function takes any order of devices (:func:`hardware.topology.ring_order`);
         ``mirror``: to the device A - 1 - i.
       hidden: FLOPs of the kernel that are computed meanwhile.
       recomputed: a backward pass that recomputes the kernel makes it too; False: only results of the kernel depend on it.

@@ -17,7 +17,7 @@ from .flops import kernel_flops
 from .local import LocalOp
 from .registry import always, register
 from .rule import OpRule
-from .spmd import GroupedAxes, fine_names
+from .spmd import Grid, GroupedAxes, fine_names
 
 MAX_SMALL_FRACTION = 1 / 8
 """Results of fewer bytes, relative to the first result, are computed together with it, by an optimization barrier."""
@@ -34,7 +34,9 @@ def _local_kernel(op: LocalOp, *xs: Any) -> list[Any]:
     kernel = (kernel, *kernel.forms)[op.form]
     names = kernel.sizes([v.aval.shape for v in op.eqn.invars], [v.aval.shape for v in op.eqn.outvars])
     split = [[a for a in axes if op.sizes[a] > 1] for axes in op.axes[: len(names)]]
-    axes = {f: GroupedAxes({a: fine_names((a,), op.sizes) for a in own}) for f, own in zip(names, split, strict=True)}
+    torus = op.sizes.torus if isinstance(op.sizes, Grid) else {}
+    groups = [{a: fine_names((a,), op.sizes) for a in own} for own in split]
+    axes = {f: GroupedAxes(own, torus) for f, own in zip(names, groups, strict=True)}
 
     def local(*xs: Any) -> Any:
         return kernel.on_shards(*xs, axes=axes)

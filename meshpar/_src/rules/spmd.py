@@ -14,6 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from meshpar_kernels.collectives.ppermute import in_mesh_order
+
 from ..hardware.topology import Stage, Torus, joined, major_stage
 from ..layout import AnyMesh, Spec
 
@@ -73,9 +75,11 @@ class Grid(dict[str, int]):
       cpu: whether the program is compiled by XLA's CPU compiler.
     """
 
-    def __init__(self, sizes: Sizes, torus: Torus, cpu: bool = False, bound: Collection[Any] = ()):
+    def __init__(
+        self, sizes: Sizes, torus: Torus, cpu: bool = False, bound: Collection[Any] = (), factored: bool = True
+    ):
         """The factored mesh for ``sizes`` (axis → size); its axes have other names than ``bound``, the names that the
-        caller has bound."""
+        caller has bound. It is the mesh itself if it is not ``factored``."""
         super().__init__(sizes)
         self.cpu = cpu
         self.torus = torus
@@ -83,7 +87,7 @@ class Grid(dict[str, int]):
         self.places: dict[str, Stage] = {}
         self.between_slices: set[str] = set()
         for axis in sizes:
-            stages = [s for s in torus.get(axis, ()) if s.size > 1]
+            stages = [s for s in torus.get(axis, ()) if s.size > 1 and factored]
             names = [axis] if len(stages) < 2 else [f"{axis}.{k}" for k in range(len(stages))]
             while any(n in bound for n in names):
                 names = [f"{n}'" for n in names]
@@ -125,13 +129,15 @@ class GroupedAxes(tuple[str, ...]):
 
     Attributes:
       groups: axis of the plan's mesh → the axes of the program's mesh that it is divided into, one for each torus dimension.
+      torus: axis of the plan's mesh → its torus stages, if known.
     """
 
     groups: Mapping[str, tuple[str, ...]]
+    torus: Torus
 
-    def __new__(cls, groups: Mapping[str, tuple[str, ...]]) -> GroupedAxes:
+    def __new__(cls, groups: Mapping[str, tuple[str, ...]], torus: Torus) -> GroupedAxes:
         self = super().__new__(cls, (name for names in groups.values() for name in names))
-        self.groups = groups
+        self.groups, self.torus = groups, torus
         return self
 
 
@@ -155,13 +161,8 @@ def permute(x: Any, axes: Sequence[str], pairs: Sequence[tuple[int, int]]) -> An
       axes: axes of the factored mesh.
       pairs: (source, target) devices; a device that is not a target receives zeros.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    ordered = tuple(a for a in mesh.axis_names if a in axes)
-    if ordered != tuple(axes):
-        indices = dict(zip(axes, np.indices([mesh.shape[a] for a in axes]).reshape(len(axes), -1), strict=True))
-        number = np.ravel_multi_index([indices[a] for a in ordered], [mesh.shape[a] for a in ordered])
-        pairs = [(int(number[s]), int(number[t])) for s, t in pairs]
-    return lax.ppermute(x, ordered, pairs)
+    ordered, number = in_mesh_order(axes)
+    return lax.ppermute(x, ordered, [(number[s], number[t]) for s, t in pairs])
 
 
 def table_entry(table: Sequence[int], index: Any) -> Any:

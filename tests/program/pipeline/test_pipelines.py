@@ -191,9 +191,8 @@ CASES = {
     "twice": ("1f1b-overlap", CUBE, "batch: data; mlp: model; layers: stage"),
     "encoder-decoder": ("zb", MESH, "batch: data; vocab: stage; layers, decoder_layers: stage"),
     "gated": ("zb", MESH, LAYOUT),
-    "reversed": ("zb", MESH, "batch: data; layers: stage*2"),
 }
-"""Of every step one schedule and layout; ``benchmarks/fuzz.py`` draws from all."""
+"""Of a step one schedule and layout; ``benchmarks/fuzz.py`` draws from all. Reversed layers: ``test_masked_layers.py``."""
 
 
 @pytest.mark.slow
