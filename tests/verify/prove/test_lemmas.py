@@ -512,7 +512,20 @@ def two_kernels(x):
         return times(x) - times(x, by=3.0)
 
 
+def pad_rows(x):
+    return lax.pad(x, np.float32(0), ((1, 1, 0), (0, 0, 0)))
+
+
+def pad_columns(x):
+    return lax.pad(x, np.float32(5), ((0, 0, 0), (0, 1, 1)))
+
+
+def rows_at(x, index):
+    return lax.gather(x, index, lax.GatherDimensionNumbers((), (0,), (0,)), (1,), mode="promise_in_bounds")
+
+
 BYTES = jnp.full((8, 4), 60, jnp.int8)
+ROTATED = np.array([3, 1, 4, 1, 5, 0, 2, 6], np.int32)[:, None]
 LARGE = np.array([3, 5005, 0, 9], np.int32)
 FAR = np.array([64, 2000, 200000, 10 - 2**31], np.int32)
 SIGNS = jnp.asarray(RNG.permutation(np.arange(-16, 16)).reshape(8, 4), jnp.float32)
@@ -619,6 +632,41 @@ EDGES = {
         [P(("model", "data"))], P(("model", "data")), [(8, 4)],
     ),
     "another kernel of the same name": (two_kernels, two_kernels, [P("data")], P("data"), [(8, 4)]),
+    "a sum of a diagonal": (
+        lambda x, y: (x[:, None] * y).sum(), lambda x, y: psum((x[:, None] * y).sum()), [P("data"), P("data")], P(), [(8,), (8,)],
+    ),
+    "a contraction of a diagonal": (
+        lambda x, y, w: jnp.einsum("ij,ij->", x[:, None] * y, w),
+        lambda x, y, w: psum(jnp.einsum("ij,ij->", x[:, None] * y, of_rows(of_rows(w).T))), [P("data"), P("data"), P()], P(),
+        [(8,), (8,), (8, 8)],
+    ),
+    "a scatter of a diagonal": (
+        lambda x, y: jnp.zeros(2).at[jnp.zeros((8, 8), int)].add(x[:, None] * y),
+        lambda x, y: psum(jnp.zeros(2).at[jnp.zeros((2, 2), int)].add(x[:, None] * y)), [P("data"), P("data")], P(), [(8,), (8,)],
+    ),
+    "a partial element among numbers": (
+        lambda x: lax.pad(x.sum(0, keepdims=True), np.float32(5), ((1, 1, 0),)),
+        lambda x: psum(jnp.where(jnp.arange(3) == 1, x.sum(0, keepdims=True), jnp.full(3, 5.0))), [P("data")], P(), [(8,)],
+    ),
+    "two numbers at a corner": (
+        lambda x: pad_rows(pad_columns(x)),
+        lambda x: lax.rev(lax.rev(pad_columns(lax.dynamic_slice_in_dim(pad_rows(x), lax.axis_index("model"), 3, 0)), (0,)), (0,)),
+        [P("model", "data")], P("model", "data"), [(4, 8)],
+    ),
+    "rows at indices of another device": (
+        lambda x: rows_at(x, ROTATED), lambda x: rows_at(x, send(of_rows(jnp.asarray(ROTATED)), [*UP, (3, 0)])), [P()], P("data"),
+        [(8,)],
+    ),
+    "the sign of zeros outside": (
+        lambda x: 1 / lax.pad(-x, np.float32(0), ((1, 1, 0),)),
+        lambda x: 1 / lax.rev(
+            lax.rev(-lax.dynamic_slice_in_dim(lax.pad(x, np.float32(0), ((1, 1, 0),)), lax.axis_index("model") * 4, 4, 0), (0,)), (0,)
+        ),
+        [P()], P("model"), [(6,)],
+    ),
+    "the sign of a zero": (lambda x: x / -jnp.zeros(4), lambda x: x / jnp.zeros(4), [P()], P(), [(4,)]),
+    "a multiple by -0.0": (lambda x: 1 / (x * -0.0), lambda x: 1 / (x * 0.0), [P()], P(), [(4,)]),
+    "a multiple by 0 and -1": (lambda x: 1 / ((x * 0.0) * -1), lambda x: 1 / (x * 0.0), [P()], P(), [(4,)]),
     "-0.0 in a constant": (lambda x: x / jnp.zeros(4), lambda x: x / np.array([0.0, -0.0] * 2, np.float32), [P()], P(), [(4,)]),
 }  # fmt: skip
 """Programs that are wrong at an edge of a lemma: (function, local form, specs, shapes or arrays of the arguments)."""

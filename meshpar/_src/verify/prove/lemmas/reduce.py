@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
 from ..laws import act, not_partial, partial_of
-from ..relation import Context, Fragments, Rel, Unverified, out_dtype, out_shape, require
+from ..relation import Context, Fragments, Rel, Unverified, axes_of_dims, out_dtype, out_shape, require
 from ..term import frozen, table_of
 from ..windows import block_of_windows, candidates, reads, scattered
 from .table import lemma
@@ -37,7 +37,7 @@ def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def reduced_along(ctx: Context, x: Rel, axes: Sequence[int], name: str, aval: Any) -> Rel:
     """A reduction along dims, whose result has a shape and a dtype."""
-    kind, term, over = KINDS[name], x.term, frozenset(a for d in axes for a in x.spec[d])
+    kind, term, over = KINDS[name], x.term, axes_of_dims(x.spec[d] for d in axes)
     for d in axes:
         if isinstance(entry := x.spec[d], Fragments):
             term = ctx.terms.take(term, d, elements_once(entry, NEUTRAL_OF.get(kind, ()), kind != "sum"))
