@@ -139,15 +139,9 @@ def one_element(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
     """where(i == k, x, number), of the index i along a dim, is x padded along it, if the function as written has this array."""
     value, (at, *more) = fill_of(no), leaves(mask.term) or [mask.term]
     dims = [d for d, n in enumerate(mask.term.shape) if n != 1]
-    if (
-        value is None
-        or more
-        or (yes.partial and not is_zero(no.term))
-        or at.op != "iota"
-        or mask.term.axes
-        or len(dims) != 1
-        or yes.term.shape[dims[0]] != 1
-    ):
+    if value is None or more or at.op != "iota" or mask.term.axes or len(dims) != 1 or yes.term.shape[dims[0]] != 1:
+        return None
+    if yes.partial and not is_zero(no.term):  # devices would add the numbers
         return None
     (d,), term = dims, yes.term
     (chosen,) = np.nonzero(evaluate(ctx, (), [mask.term], at, np.arange(mask.term.shape[d]))[0][0])
@@ -188,12 +182,7 @@ def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
 def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """(Σ x) y = Σ (x y), of which at most one is partial. A product with a number is a scale."""
     for x, y in (rels, rels[::-1]):
-        if (
-            x.number is not None
-            and np.isfinite(x.number)
-            and not isinstance(x.number, bool)
-            and str(x.number) != "-0.0"
-        ):
+        if x.number is not None and np.isfinite(x.number) and x.term.params not in ("True", "False", "-0.0"):
             return scaled(ctx, y, Fraction(x.number))
     return applied(ctx, eqn, rels, one_partial(rels, "a product"))
 
