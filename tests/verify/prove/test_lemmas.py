@@ -297,6 +297,17 @@ CASES = {
         lambda total, row, x: add_row(total, row, jnp.argmax(x, 1), x[:, 0] < 9),
         [P(None, "data"), P("data"), P("data")], P(None, "data"), [(3, 4, 2), (4, 2), (4, 3)], P("data"),
     ),
+    "a sum of rows of one device": (
+        lambda x: x[:2, None].sum((0, 1)), lambda x: psum(jnp.where(lax.axis_index("data") == 0, x, 0.0)[:, None].sum((0, 1))),
+        [P("data")], P(), [(8, 4)], P("data"),
+    ),
+    "updates that are subtracted": (
+        lambda x, y: x.at[1].add(-y) - jnp.zeros_like(x).at[0].subtract(y), None, [P(None, "data"), P("data")], P(None, "data"),
+        [(3, 8), (8,)], P("data"),
+    ),
+    "windows of products": (
+        lambda x: lax.reduce_window(x, 1.0, lax.mul, (1, 2), (1, 1), "VALID"), None, [P("data")], P("data"), [(8, 5)], P(),
+    ),
     "scan": (scan_of, lambda x, w: scan_of(x, w, psum), [P(None, "data"), P("data")], P(), [(5, 8), (8, 6)], P("data")),
 }  # fmt: skip
 WRONG = {
@@ -525,6 +536,21 @@ def back(x):
     return lax.rev(lax.rev(x, (0,)), (0,))
 
 
+def half_of(x, number):
+    """The device's rows of an array with a row of a number before and after it."""
+    padded = lax.pad(x, np.float32(number), ((1, 1, 0), *[(0, 0, 0)] * (x.ndim - 1)))
+    return lax.dynamic_slice_in_dim(padded, lax.axis_index("model") * 4, 4, 0)
+
+
+def halves(x, w):
+    """The matmuls of two blocks, and of the two others."""
+    me, parts = lax.axis_index("data"), []
+    for k in range(4):
+        parts.append(x.T @ lax.dynamic_slice_in_dim(w, (me + 4 - k) % 4 * x.shape[0], x.shape[0], 0))
+        x = send(x, [*UP, (3, 0)])
+    return parts[0] + parts[1], parts[2] + parts[3]
+
+
 def rows_at(x, index):
     return lax.gather(x, index, lax.GatherDimensionNumbers((), (0,), (0,)), (1,), mode="promise_in_bounds")
 
@@ -664,8 +690,20 @@ EDGES = {
     ),
     "the sign of zeros outside": (
         lambda x: 1 / lax.pad(-x, np.float32(0), ((1, 1, 0),)),
-        lambda x: 1 / back(-lax.dynamic_slice_in_dim(lax.pad(x, np.float32(0), ((1, 1, 0),)), lax.axis_index("model") * 4, 4, 0)),
+        lambda x: 1 / back(-half_of(x, 0)),
         [P()], P("model"), [(6,)],
+    ),
+    "a sum of numbers outside": (
+        lambda x: lax.pad(x.sum(1), np.float32(5), ((1, 1, 0),)), lambda x: back(half_of(x, 5).sum(1)), [P()], P("model"), [(6, 3)],
+    ),
+    "extrema of incomplete sums": (
+        lambda x, w: jnp.max(x.T @ w, 1), lambda x, w: sum(jnp.max(b, 1) for b in halves(x, w)), [P("data"), P()], P(),
+        [(8, 3), SIGNS],
+    ),
+    "an element among numbers at a corner": (
+        lambda x: lax.pad(lax.pad(x, np.float32(0), ((0, 0, 0), (1, 1, 0))), np.float32(5), ((1, 1, 0), (0, 0, 0))),
+        lambda x: back(jnp.where(lax.broadcasted_iota(np.int32, (4, 3), 1) == 1, half_of(x, 5), np.float32(0))), [P()], P("model"),
+        [(6, 1)],
     ),
     "the sign of a zero": (lambda x: x / -jnp.zeros(4), lambda x: x / jnp.zeros(4), [P()], P(), [(4,)]),
     "a multiple by -0.0": (lambda x: 1 / (x * -0.0), lambda x: 1 / (x * 0.0), [P()], P(), [(4,)]),

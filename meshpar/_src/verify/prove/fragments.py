@@ -23,9 +23,9 @@ ALL = -1
 """The bits of an element that is complete."""
 MAX_BITS = 62
 OF_FRAGMENTS = frozenset(
-    "slice split rev reduce_sum reduce_max reduce_min gather dynamic_slice dynamic_update_slice concatenate pad transpose "
-    "ppermute all_gather all_to_all dot_general conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum "
-    "select_and_scatter_add".split()
+    "broadcast_in_dim slice split rev reduce_sum reduce_max reduce_min gather dynamic_slice dynamic_update_slice concatenate pad "
+    "transpose ppermute all_gather all_to_all dot_general conv_general_dilated reduce_window_max reduce_window_min "
+    "reduce_window_sum select_and_scatter_add".split()
 )
 """Primitives whose lemmas take operands in fragments, besides elementwise ops."""
 ZEROS = ("0.0", "-0.0", "0", "False")
@@ -46,7 +46,8 @@ def map_elements(ctx: Context, x: Rel, fn: Callable[[Term], Term]) -> Rel:
 
 def without_dim(x: Rel, d: int) -> tuple[Any, ...]:
     """The relation, except one dim."""
-    return x.term, x.partial, x.kind, x.origin, x.spec[:d], x.spec[d + 1 :], x.shape[:d], x.shape[d + 1 :]
+    source = 0 if x.kind in ("sum", "one") else x.source  # of whose elements others may be functions
+    return x.term, x.partial, x.kind, source, x.origin, x.spec[:d], x.spec[d + 1 :], x.shape[:d], x.shape[d + 1 :]
 
 
 def in_mesh_order(ctx: Context, *axes: Iterable[str]) -> tuple[str, ...]:

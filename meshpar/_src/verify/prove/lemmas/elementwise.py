@@ -141,7 +141,7 @@ def one_element(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
     dims = [d for d, n in enumerate(mask.term.shape) if n != 1]
     if value is None or more or at.op != "iota" or mask.term.axes or len(dims) != 1 or yes.term.shape[dims[0]] != 1:
         return None
-    if yes.partial and not is_zero(no.term):  # devices would add the numbers
+    if yes.fragmented or (yes.partial and not is_zero(no.term)):  # devices would add the numbers
         return None
     (d,), term = dims, yes.term
     (chosen,) = np.nonzero(evaluate(ctx, (), [mask.term], at, np.arange(mask.term.shape[d]))[0][0])

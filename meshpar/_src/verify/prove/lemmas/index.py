@@ -200,7 +200,7 @@ def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], 
     return x.of(terms.reshape(found, sizes), x.shape, spec)
 
 
-@lemma("scatter-add", "scatter_add", "scatter", "scatter-mul", "scatter-min", "scatter-max")
+@lemma("scatter-add", "scatter_add", "scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Updates at indices along dims that are not sharded, or at indices relative to the device's block, which drop the others.
     Updates of which each device has some are partial sums, added to 0 or to a partial sum."""
@@ -236,6 +236,8 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     dims |= {label: axes for label, axes in zip(ins[1], index.spec, strict=True) if axes}
     over = update.partial | axes_of_dims(axes for label, axes in dims.items() if label not in ins[0])
     if over or x.partial:
-        sums = "add" in name and x.kind == update.kind == "sum" and (is_zero(x.term) or x.partial == over)
+        sums = (
+            name.endswith(("add", "sub")) and x.kind == update.kind == "sum" and (is_zero(x.term) or x.partial == over)
+        )
         require(sums and x.partial <= over, f"{name} of updates that devices have parts of")
     return [replace(result, partial=over | x.partial)]
