@@ -118,6 +118,18 @@ def unedited(case: third_party.Case) -> mp.Plan:
     return mp.plan(case.step, state, case.batch, dims=weights | case.data, **where)
 
 
+def logged(log: Path | None) -> list[dict[str, Any]]:
+    """The results in a log."""
+    return list(map(json.loads, log.read_text().splitlines())) if log and log.exists() else []
+
+
+def append(log: Path | None, result: dict[str, Any]) -> None:
+    """Write a result to a log at once."""
+    if log:
+        with log.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
 LAYOUTS = 4
 """Layouts of each random program, which is traced once."""
 CACHED_PROGRAMS = 200
@@ -131,8 +143,7 @@ def fuzz(count: int, seed: str, minutes: float, part: tuple[int, int], log: Path
     import run
     from writer import Skip
 
-    lines = log.read_text().splitlines() if log and log.exists() else []
-    found = {(r["program"], r["layout"]): r for r in map(json.loads, lines)}
+    found = {(r["program"], r["layout"]): r for r in logged(log)}
     end = time.monotonic() + 60 * minutes
 
     def prove(case: programs.Case, plan: mp.Plan) -> dict[str, Any]:
@@ -170,9 +181,7 @@ def fuzz(count: int, seed: str, minutes: float, part: tuple[int, int], log: Path
                     print(f"program {k}, layout {layout}: {e!r}"[:300], file=sys.stderr, flush=True)
             result |= {"program": k, "layout": layout, "seconds": round(time.process_time() - began, 3)}
             found[k, layout] = result
-            if log:
-                with log.open("a") as file:
-                    file.write(json.dumps(result) + "\n")
+            append(log, result)
         if k // part[1] % CACHED_PROGRAMS == CACHED_PROGRAMS - 1:
             jax.clear_caches()
     causes, programs_of = collections.Counter[str](), collections.Counter[str]()
@@ -191,12 +200,13 @@ def fuzz(count: int, seed: str, minutes: float, part: tuple[int, int], log: Path
         table.add_row(text, str(n), str(programs_of[text]))
 
 
-def faulty(count: int, seed: str) -> None:
-    """Prove programs with a fault."""
+def faulty(count: int, seed: str, minutes: float, log: Path | None) -> None:
+    """Prove programs with a fault; one line of the log for each."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
     from faults import faults
 
-    made = []
+    made, end = [], time.monotonic() + 60 * minutes
+    done = {(r["program"], r["fault"]): r["status"] for r in logged(log)}
     for name, make in proof_programs.programs():
         plan = make()
         written, program = plan.program.traced.written, proof_programs.lowered(plan)
@@ -211,18 +221,22 @@ def faulty(count: int, seed: str) -> None:
         count -= len(chosen)
         counts: collections.Counter[str] = collections.Counter()
         args = proof_programs.arguments(program)
-        wanted = proof_programs.run(program, args)
+        wanted = None
         for fault, other in chosen:
-            proof = prove_program(written, other)
-            status = proof.status
-            for error in proof.errors:
-                print(name, error, file=sys.stderr)
-            if status == "proven":
-                status = "same" if proof_programs.equal(proof_programs.run(other, args), wanted) else "other"
-                print(name, status, fault, file=sys.stderr)
-            counts[status] += 1
+            status = done.get((name, fault))
+            if status is None and time.monotonic() < end:
+                proof = prove_program(written, other)
+                status = proof.status
+                for error in proof.errors:
+                    print(name, error, file=sys.stderr)
+                if status == "proven":
+                    wanted = wanted or proof_programs.run(program, args)
+                    status = "same" if proof_programs.equal(proof_programs.run(other, args), wanted) else "other"
+                    print(name, status, fault, file=sys.stderr)
+                append(log, {"program": name, "fault": fault, "status": status})
+            counts[status or "not run"] += 1
         outcomes = ("refused", "not verified", "same", "other")
-        table.add_row(name, str(counts.total()), *(str(counts[s]) for s in outcomes))
+        table.add_row(name, str(counts.total() - counts["not run"]), *(str(counts[s]) for s in outcomes))
 
 
 def main() -> None:
@@ -232,17 +246,20 @@ def main() -> None:
     parser.add_argument("--faults", type=int, metavar="N", help="programs with a fault in place of the steps")
     parser.add_argument("--seed", default="0")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no more random programs after so long"
+        "--minutes", type=float, default=float("inf"), help="begin no more random programs or faults after so long"
     )
-    parser.add_argument("--log", type=Path, help="file of the results of random programs; those in it do not run again")
+    parser.add_argument(
+        "--log", type=Path, help="file of the results of random programs or faults; those in it do not run again"
+    )
     parser.add_argument("--part", type=lambda p: [int(n) for n in p.split("/")], default=[0, 1], metavar="K/N",
                         help="the K-th of every N random programs, to run several processes")  # fmt: skip
     args = parser.parse_args()
     mp.virtual_devices(8)
     warnings.simplefilter("ignore")
     if args.fuzz or args.faults:
-        part = args.part[0], args.part[1]
-        return fuzz(args.fuzz, args.seed, args.minutes, part, args.log) if args.fuzz else faulty(args.faults, args.seed)
+        if args.faults:
+            return faulty(args.faults, args.seed, args.minutes, args.log)
+        return fuzz(args.fuzz, args.seed, args.minutes, (args.part[0], args.part[1]), args.log)
     only = args.only
     head = "step", "results", "ops", "rewritten: results", "ops", "claims", "seconds"
     table = Table(*head, title=f"jax {jax.__version__}")
