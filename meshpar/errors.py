@@ -175,8 +175,9 @@ class LoweringWarning(UserWarning):
 class ReplicatedWarning(UserWarning):
     """Values are replicated although the layout has rules for them; once per plan, or per step.
 
-    It has four causes: none of the rules for an axis takes effect on the program; the weights that :func:`meshpar.init` creates
-    have no names; the state of a call is sharded over fewer devices than the plan shards it over; a kernel has no factor rule.
+    It has five causes: none of the rules for an axis takes effect on the program; a rule does not divide an argument whose
+    dim only a constraint of the model names; the weights that :func:`meshpar.init` creates have no names; the state of a call is
+    sharded over fewer devices than the plan shards it over; a kernel has no factor rule.
     """
 
 

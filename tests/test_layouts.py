@@ -45,14 +45,14 @@ def test_axes_are_those_that_a_scheme_is_given():
 @pytest.mark.parametrize("name", sorted(PRESETS))
 @pytest.mark.parametrize("heads", [True, False])
 def test_each_plans_a_model_that_lacks_some_of_its_dims(name, heads):
-    no_experts = "shards `expert` and `experts` over `data`, but no dim"  # no warning of axes of size 1
+    no_experts = "shards `expert` and `experts` and `exp` over `data`, but no dim"  # no warning of axes of size 1
     with pytest.warns(ReplicatedWarning, match=no_experts) if name == "expert_megatron" else nullcontext():
         plan = planned(PRESETS[name](), "slice=1, data=2, model=2, context=2, expert=1", heads)
     assert plan.inputs[-1].spec[0] is not None, "the batch is split"
 
 
-@pytest.mark.parametrize("name", ["expert", "experts"])
-def test_experts_are_split_by_either_name(name):
+@pytest.mark.parametrize("name", ["expert", "experts", "exp"])
+def test_experts_are_split_by_each_of_their_names(name):
     how = {"layout": mp.layouts.expert_parallel(), "dims": {"x": "batch embed", "w": f"{name} embed mlp"}}
     args = shape(8, 16), shape(4, 16, 8)
     plan = mp.plan(lambda x, w: jnp.einsum("bd,edf->bef", x, w), *args, mesh="data=2, expert=2", **how)
@@ -224,3 +224,20 @@ def test_the_scheme_of_a_layout():
     assert mp.Layout("batch: data").scheme == (mp.layouts.fsdp() | "batch: data").scheme == ""
     assert mp.Layout("batch: data; mlp: model", scheme="mine").scheme == "mine"
     assert mp.Layout("fsdp") == mp.Layout(str(mp.Layout("fsdp")))  # equal by rules, whatever they are called
+
+
+def test_an_argument_that_only_a_constraint_names_and_a_rule_does_not_divide_warns():
+    """The argument is replicated; the warning has its dim, the size, the axis, the line of the constraint, and the fixes."""
+
+    def step(w, x):
+        return mp.named(x @ w["up"], "batch mlp") @ w["down"]
+
+    args = {"up": shape(16, 12), "down": shape(12, 16)}, shape(16, 16)
+    with pytest.warns(ReplicatedWarning) as said:
+        plan = mp.plan(step, *args, mesh="data=1, model=8", layout="batch: data; mlp: model", dims={"x": "batch _"})
+    assert all(h.spec == jax.P() for h in plan.inputs[:2])
+    (text,) = (str(w.message) for w in said)
+    assert text.startswith("w/down: dim `mlp` of size 12 does not divide over model=8")
+    assert "so it and 1 more argument have no shards" in text
+    assert "mp.named at tests/test_layouts.py:" in text
+    assert 'mesh="data=2, model=4"' in text

@@ -35,6 +35,9 @@ SCOPES = ("params", "opt")
 BETWEEN_SLICES = "slice"
 """The usual name of the axis between slices of TPUs, or nodes of GPUs."""
 
+EXPERTS = ("expert", "experts", "exp")
+"""Names of the dim of experts: the one of this library and of inferred names, another usual one, the one of MaxText."""
+_EXPERTS = ", ".join(f"{name}?" for name in EXPERTS)
 _TENSOR = "batch: {data}; heads?, kv_heads?, mlp?, vocab?: {model}"
 _FSDP_TENSOR = _TENSOR + "; embed?: {data}"
 SCHEMES = {
@@ -48,9 +51,10 @@ SCHEMES = {
     "fsdp_megatron": _FSDP_TENSOR,
     "sequence_parallel": _FSDP_TENSOR + "; seq?: {model}",
     "context_parallel": "batch: {data}; seq?: {context}",
-    "expert_parallel": "expert?, experts?: {expert}; batch: {data}+{expert}; embed?: {data}",
-    "expert_megatron": "expert?, experts?, batch: {data}; heads?, kv_heads?, mlp?, vocab?, seq?: {model}; embed?: {data}+{model}",
-    "expert_tensor": "expert?, experts?: {expert}; mlp?, expert_mlp?: {model}; batch: {data}+{model}; "
+    "expert_parallel": _EXPERTS + ": {expert}; batch: {data}+{expert}; embed?: {data}",
+    "expert_megatron": _EXPERTS
+    + ", batch: {data}; heads?, kv_heads?, mlp?, vocab?, seq?: {model}; embed?: {data}+{model}",
+    "expert_tensor": _EXPERTS + ": {expert}; mlp?, expert_mlp?: {model}; batch: {data}+{model}; "
     "heads?, kv_heads?, vocab?: {expert}; embed?: {data}+{expert}+{model}",
 }
 """Name of a scheme → its layout, a format string with one field for each mesh axis. See :mod:`meshpar.layouts`."""
@@ -447,12 +451,14 @@ def divisibility_error(
     rule: Rule,
     sizes: Mapping[str, int],
     dtype: object = None,
+    source: str | None = None,
     optional: str | None = None,
     inside: int | None = None,
 ) -> DivisibilityError:
     """The error for a named dim that its rule's axes do not divide, with the nearest legal sizes.
 
     Args:
+      source: the constraint that names the dim.
       optional: the effect of an optional rule; None: it splits the dim only where it divides.
       inside: the size of the dim of this name in most results of the program, if it is another one.
     """
@@ -483,6 +489,7 @@ def divisibility_error(
         dim=dim,
         axis="+".join(rule.axes),
         rule=str(rule),
+        source=source,
         fixes=fixes,
     )
 
@@ -556,7 +563,7 @@ def scheme_text(text: str) -> str | None:
 def characteristic_dims(scheme: Layout) -> set[str]:
     """The dims of which a program has one if the scheme is for it: the dims of the first rules, before other axes or the batch.
 
-    ``expert`` and ``experts`` for the schemes of mixtures, ``batch`` for most others.
+    the names of the dim of experts for the schemes of mixtures, ``batch`` for most others.
 
     Example:
       >>> sorted(characteristic_dims(Layout("expert, experts: model; batch: data")))

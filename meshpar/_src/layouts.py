@@ -125,11 +125,12 @@ def context_parallel(data: str = "data", context: str = "context") -> Layout:
 def expert_parallel(data: str = "data", expert: str = "expert") -> Layout:
     """FSDP, with the experts of a mixture over ``expert``, which splits the batch too: tokens travel to their experts.
 
-    Their dim is ``expert``, as in :func:`meshpar.layers.moe` and in inferred names; ``experts`` of a model's own names is accepted.
+    Their dim is ``expert``, as in :func:`meshpar.layers.moe` and in inferred names; ``experts``, and ``exp`` of
+    MaxText, are accepted.
 
     Example:
       >>> print(mp.layouts.expert_parallel())
-      expert?, experts?: expert; batch: data+expert; embed?: data
+      expert?, experts?, exp?: expert; batch: data+expert; embed?: data
     """
     return _scheme("expert_parallel", data=data, expert=expert)
 
@@ -143,7 +144,7 @@ def expert_megatron(data: str = "data", model: str = "model") -> Layout:
 
     Example:
       >>> print(mp.layouts.expert_megatron())
-      expert?, experts?, batch: data; heads?, kv_heads?, mlp?, vocab?, seq?: model; embed?: data+model
+      expert?, experts?, exp?, batch: data; heads?, kv_heads?, mlp?, vocab?, seq?: model; embed?: data+model
     """
     return _scheme("expert_megatron", data=data, model=model)
 
@@ -156,7 +157,7 @@ def expert_tensor(data: str = "data", expert: str = "expert", model: str = "mode
 
     Example:
       >>> print(mp.layouts.expert_tensor("d", "e", "m"))
-      expert?, experts?: e; mlp?, expert_mlp?: m; batch: d+m; heads?, kv_heads?, vocab?: e; embed?: d+e+m
+      expert?, experts?, exp?: e; mlp?, expert_mlp?: m; batch: d+m; heads?, kv_heads?, vocab?: e; embed?: d+e+m
     """
     return _scheme("expert_tensor", data=data, expert=expert, model=model)
 

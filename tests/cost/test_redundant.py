@@ -75,10 +75,10 @@ def test_the_first_call_warns_of_products_that_every_device_does():
     (said,) = first_call("columns?: data; mlp: model", times=2)
     assert said.filename == __file__
     text = str(said.message)
-    assert "every device along data computes all of dot_general at" in text
+    assert "every device along `data` computes all of it" in text
     assert "test_redundant.py" in text
     assert "2 × the FLOPs needed" in text
-    assert "a rule `dim: data` for one of its dims (rows embed mlp) splits it, but may add collectives" in text
+    assert "a rule for one of `rows embed mlp` over `data` splits it" in text
 
 
 @pytest.mark.parametrize("layout", ["rows: data; mlp: model", "rows: data", "mlp: model"])

@@ -303,20 +303,6 @@ def test_a_search_of_a_program_without_a_dim_called_batch_says_so(name, note):
     assert (says in str(got)) == note
 
 
-@pytest.mark.parametrize("name", ["exp", "expert"])
-def test_a_search_of_a_program_whose_experts_have_another_name_says_so(name):
-    def step(params, x):
-        loss = lambda params: (jnp.einsum("xem,xbe->xbm", params["w"], x) ** 2).sum()  # noqa: E731
-        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
-
-    args, dims = (
-        ({"w": weight(4, 64, 128)}, weight(4, 256, 64)),
-        {"params/w": f"{name} embed mlp", "x": f"{name} batch embed"},
-    )
-    got = mp.search(step, *args, topology="v5e:2x2", mesh="data=2, model=2", max_plans=4, dims=dims)
-    assert ("if `exp` is it, call it so" in " ".join(str(got).split())) == (name == "exp")
-
-
 def test_interrupted_or_out_of_time_it_has_the_best_so_far():
     told = []
 

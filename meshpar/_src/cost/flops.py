@@ -14,10 +14,11 @@ from jax.extend.core import Literal
 from ..compat.jax import in_recomputation, literal_array
 from ..compat.loops import loop_parts, operands_of_bodies
 from ..hardware.chips import Chip
+from ..plan.causes import name_of
 from ..plan.plan import Plan
 from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Run
-from ..program.ir import Frame, Op, Program, Value
+from ..program.ir import Frame, Op, Program, Value, location_of
 from ..program.kernels import KernelWork
 from ..program.names import SubDim
 from ..rules.partial import MOVES, NEGATES
@@ -280,7 +281,7 @@ class RedundantMatmul:
     """The matmuls of one source line, or of one part of all layers, that several devices compute redundantly.
 
     Attributes:
-      name: the primitive.
+      name: the primitive, as causes call it.
       axes: mesh axes along which all devices compute the same.
       times: number of these devices.
       dims: names of the operands' dims.
@@ -301,7 +302,7 @@ class RedundantMatmul:
 
     def __str__(self) -> str:
         return (
-            f"every device along {'+'.join(self.axes)} computes all of {self.name} at {self.source}: "
+            f"{self.name} at {self.source}: every device along `{'+'.join(self.axes)}` computes all of it, "
             f"{self.times} × the FLOPs needed; {self.fix}"
         )
 
@@ -333,18 +334,19 @@ def redundant_matmuls(plan: Plan) -> list[RedundantMatmul]:
         used = {a for got in step.axes for a in got}
         idle = tuple(a for a, n in plan.sizes.items() if n > 1 and a not in used)
         if idle:
-            entry = found.setdefault((step.op.name, idle, step.op.location_of_layers), [0.0, {}])
+            entry = found.setdefault((step.op.name, idle, step.op.location_of_layers), [0.0, {}, []])
             entry[0] += flops
+            entry[2].append(step.op)
             for v in step.op.ins:
                 for i, dim in enumerate(() if v is None else plan.program.dims(v)):
                     if v is not None and dim is not None:
                         entry[1][dim] = plan.program.sub_dims(v, i)[0]
     out = []
-    for (name, idle, source), (flops, dims) in found.items():
+    for (_, idle, _), (flops, dims, ops) in found.items():
         times = shard_count(idle, plan.sizes)
         share = flops * (1 - 1 / times) / total if total else 0.0
         fix = _suggested_fix(plan, idle, dims)
-        out.append(RedundantMatmul(name, idle, times, tuple(dims), flops, share, source, fix))
+        out.append(RedundantMatmul(name_of(ops[0]), idle, times, tuple(dims), flops, share, location_of(ops), fix))
     return sorted(out, key=lambda r: -r.share)
 
 
@@ -355,8 +357,7 @@ def _suggested_fix(plan: Plan, idle: Sequence[str], dims: Mapping[str, SubDim]) 
             parts = shard_count(rule.axes, plan.sizes)
             if size % parts and set(idle) & set(rule.axes):
                 return f"`{rule}` does not divide `{names[0]}` of {size}: make it a multiple of {parts}"
-    names = " ".join(dims) or "that have names"
-    return f"a rule `dim: {idle[0]}` for one of its dims ({names}) splits it, but may add collectives"
+    return f"a rule for one of `{' '.join(dims)}` over `{idle[0]}` splits it" if dims else "its dims have no names"
 
 
 def local_opaque_flops(run: Run, sizes: Mapping[str, int]) -> float:

@@ -149,9 +149,19 @@ def _start(width: int) -> str:
 
 
 def _show_error(error: MeshparError) -> None:
-    """Print an error to stderr: the class in red, the fixes in green, and facts and fixes wrapped in their column."""
-    head, *lines = str(error).split("\n")
-    shown, style = list[Any]([Text.assemble((type(error).__name__, "bold red"), f": {head}")]), ""
+    """Print an error to stderr."""
+    _show_message(type(error).__name__, "bold red", str(error))
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
+    """Print a warning without the line that caused it, which is a line of this module."""
+    _show_message(category.__name__, "yellow", str(message))
+
+
+def _show_message(name: str, style: str, text: str) -> None:
+    """Print a message to stderr: its class in a style, the fixes in green, and facts and fixes wrapped in their column."""
+    head, *lines = text.split("\n")
+    shown, style = list[Any]([Text.assemble((name, style), f": {head}")]), ""
     for line in lines:
         line = re.sub(r'mp\.mesh\(("[^"]*")\)', r"mesh=\1", line)
         line = re.sub(r'\b(mesh|layout)=(?=")', r"--\1 ", line)
@@ -159,11 +169,6 @@ def _show_error(error: MeshparError) -> None:
         style = "green" if fact and (fact[1] == "fix" or (style and not fact[1])) else ""
         shown.append(hanging([(Text(line[:9], "bold"), Text(line[10:], style))], gap=1) if fact else Text(line))
     print(shown_text(Group(*shown), sys.stderr), file=sys.stderr)
-
-
-def _show_warning(message: Warning | str, category: type[Warning], *_: Any) -> None:
-    """Print a warning without the line that caused it, which is a line of this module."""
-    print(shown_text(Text.assemble((category.__name__, "yellow"), f": {message}"), sys.stderr), file=sys.stderr)
 
 
 GROUPS = {
@@ -185,7 +190,7 @@ PROGRESS_SECONDS = 15
 """Seconds between the lines of progress that a command writes to a file or pipe."""
 INTS = 8
 """Integers of arguments are drawn below this."""
-MESH = 'axes and sizes: "data=64, model=8" (default: one axis `data` over the full topology)'
+MESH = 'axes and sizes: "data=64, model=8" (default: the axes of the layout; without one `slice` over several slices, and `data`)'
 LAYOUT = (
     'rules, "batch: data; embed: data", or a name: of the target\'s LAYOUTS, or fsdp, megatron, … '
     "(default: FSDP, as far as its dims exist)"
@@ -738,7 +743,9 @@ def _check(args: argparse.Namespace) -> int:
     meshes = [default] if args.mesh is None and args.layout is None else args.mesh
     layouts = _layouts(args, target, args.layout, (meshes or [default])[0])
     if meshes is None:
-        _say(args, f"default  mesh: all shapes of {args.devices} devices, since no --mesh is given")
+        _say(
+            args, f"default  mesh: all shapes of {args.devices} devices, since no --mesh is given; no rule uses `idle`"
+        )
     lowerings = ("jit", "shard_map") if args.lowerings == "both" else (args.lowerings,)
     how = {"tolerance": args.tolerance, "raises": False, "progress": _progress()}
     report = _call(args, mp.check, target, layout=layouts, mesh=meshes, lowerings=lowerings, **how)
@@ -886,6 +893,7 @@ def _mesh(args: argparse.Namespace, mesh: str | None, topology: str | None, layo
             left //= others[axis]
         mesh = mesh_text({**over, axes[0]: left, **others})
         what = f"the slices of {topology}, and one axis in each" if over else f"one axis over all of {topology}"
+        what += ", since the layout has no rule for `slice`" * (where.slices > 1 and not several)
         what = "the axes of the layout: --mesh has other sizes, and `meshpar search` finds them" if others else what
         _say(args, f"default  mesh: {mesh}, {what}")
         for axis in set(axes) - USUAL_AXES:

@@ -151,7 +151,7 @@ def trace_call(
         fix = f"the names that it has: {known}" if known else "it has no names: give some, dims=…"
         text = f"names={{{name!r}: …}}: no metadata and no constraint of the model has this name"
         raise UnknownDimError(text, dim=name, fixes=[fix])
-    hidden = argument_path(0)[0] if len(argument_path(0)) > 1 else None
+    hidden = next((path[0] for path in map(argument_path, range(len(call.dynamic[0]))) if len(path) > 1), None)
     # a renamed result has its new names, not the names of the input of equal path
     renamed = {id(eqn.outvars[0]) for eqn in closed.jaxpr.eqns if eqn.primitive is rename_dims_p and not init}
 
@@ -640,8 +640,9 @@ def _check_patterns(
         fixes += [f"{path} is a list of numbers: pass np.asarray({path})" for path in lists]
         if hidden in starts:
             fixes += [
-                f"the function takes `*{hidden}`, as wrappers do that hide names: name the first argument `{hidden}/0`",
-                "or wrap the result of mp.jit in place of the function: checkify.checkify(mp.jit(step, …))",
+                f"the function takes `*{hidden}`, as wrappers and Linen's `apply` do: "
+                f'name the first of these arguments by dims={{"{hidden}/0": …}}',
+                "or, of checkify, wrap the result of mp.jit in place of the function: checkify.checkify(mp.jit(step, …))",
             ]
         if init:
             fixes.append("mp.init names the arguments and results of the initializer: leave out patterns for the batch")

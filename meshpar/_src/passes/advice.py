@@ -14,9 +14,11 @@ from ...errors import IndivisibleWarning, LoweringWarning, MeshparError, Replica
 from ..compat.jax import function_name, user_stacklevel
 from ..cost.caching import with_shared_results
 from ..hardware.topology import parse_topology
+from ..iterables import grouped_by
 from ..layout import BETWEEN_SLICES, Layout
 from ..mesh import planned_mesh
-from ..plan.checks import kernel_rule_text, sequence_name, unnamed_results, unnamed_weights
+from ..plan.assignment import AxisAssignment
+from ..plan.checks import division_error, kernel_rule_text, sequence_name, unnamed_results, unnamed_weights
 from ..plan.collectives import Collective, dcn_bytes_sent
 from ..plan.plan import Plan
 from ..program.inferred_names import GIVEN
@@ -160,7 +162,8 @@ def _lowering(plan: Plan) -> Iterator[str]:
 def _replication(plan: Plan) -> Iterator[str]:
     """Yields a warning of each axis for which the layout has rules, none of which has an effect."""
     layout = plan.requested_layout
-    rules = [r for r in layout.rules if not (r.optional or r.dim in layout.optional)]
+    undivided = {rule.dim for _, _, rule in AxisAssignment(plan.program, plan.layout, plan.sizes).all_indivisible()}
+    rules = [r for r in layout.rules if not (r.optional or r.dim in layout.optional or r.dim in undivided)]
     for axis in idle_axes(plan):
         unused = [str(r) for r in rules if axis in r.axes]
         if unused:
@@ -170,6 +173,18 @@ def _replication(plan: Plan) -> Iterator[str]:
                 f"nothing of this program is split over `{axis}`, of size {plan.sizes[axis]}, though the layout has rules for it "
                 f"({shown}): its devices all do the same work. Dims of the program: {names}"
             )
+
+
+def _undivided(plan: Plan) -> Iterator[str]:
+    """Yields a warning of each rule that does not divide a dim of arguments that only constraints of the model name: such arguments
+    are replicated, where the user's own names are errors."""
+    assignment, arguments = AxisAssignment(plan.program, plan.layout, plan.sizes), set(plan.program.inputs)
+    found = (x for x in assignment.all_indivisible() if x[0] in arguments)
+    for same in grouped_by(found, lambda x: (x[2], x[0].shape[x[1]])):
+        first, *others = sorted(same, key=lambda x: (x[0].kind == "opt", -x[0].elements))
+        head, *lines = str(division_error(*first, assignment)).split("\n")
+        what = f"it and {len(others)} more argument{'s' * (len(others) > 1)} have" if others else "it has"
+        yield "\n".join([f"{head}, so {what} no shards", *lines])
 
 
 def _undeclared_state(plan: Plan) -> Iterator[str]:
@@ -289,6 +304,7 @@ _CHECKS: tuple[tuple[Callable[[Plan], Iterable[str]], type[Warning]], ...] = (
     (_replication, ReplicatedWarning),
     (_scheme, ReplicatedWarning),
     (_indivisible, IndivisibleWarning),
+    (_undivided, ReplicatedWarning),
     (_undeclared_state, ReplicatedWarning),
     (_unrolled_layers, ReplicatedWarning),
 )

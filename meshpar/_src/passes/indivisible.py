@@ -95,10 +95,14 @@ def excess_text(plan: Plan, dim: IndivisibleDim, others: Iterable[Plan]) -> str 
         return None
     sizes = {a: plan.sizes[a] for a in dim.rule.axes}
     shorter = any((dim.rule.dim, dim.size + 1) in zip(h.dims, h.shape, strict=True) for h in plan.inputs)
+    inner = f"{dim.rule.dim}-inner"
+    instead = f", and elsewhere splits each of them in parts (`{inner}`)" * any(
+        inner in c.dims for c in plan.collectives
+    )
     shift = "; where `logits[:, :-1]` makes it shorter, shift the labels with jnp.roll and mask the last one"
     return (
         f"`{dim.rule.dim}` of size {dim.size} does not divide over {mesh_text(sizes)} in {list(dim.shape)} ({dim.dims}), so "
-        f"`{dim.rule}` does not split it there. A device sends {format_bytes(sent)} a step; with "
+        f"`{dim.rule}` does not split it there{instead}. A device sends {format_bytes(sent)} a step; with "
         f'mesh="{mesh_text(best.sizes)}", which divides it, {format_bytes(best.bytes_sent)}. '
         f"Or make `{dim.rule.dim}` a multiple of {math.prod(sizes.values())}" + shift * shorter
     )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import cast
 
 import jax.numpy as jnp
 
@@ -14,8 +13,8 @@ from ...errors import DivisibilityError, JoinError, JoinWarning, MeshError, Unkn
 from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
-from ..layout import SCHEMES, Layout, Spec, divisibility_error
-from ..program.inferred_names import HEADS
+from ..layout import SCHEMES, Layout, Rule, Spec, divisibility_error
+from ..program.inferred_names import inferred_names
 from ..program.ir import Join, Op, Program, Value
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
@@ -125,14 +124,7 @@ def _unnamed_inputs(program: Program, dim: str) -> list[str]:
 
 def _inferred_names(program: Program, dim: str) -> list[str]:
     """The fixes for an unknown dim if names are inferred, or could be: the names that there are, and the one probably meant."""
-    unifier, sizes = program.unifier, defaultdict[str, dict[str, None]](dict)
-    for v in program.inputs:
-        votes = program.inferred.get(v.path or "", ())
-        separate = any(vote and vote.name == "head_dim" for vote in votes)
-        for node, size, vote in zip(v.nodes, v.shape, votes, strict=False):
-            if vote is not None:
-                width = size if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
-                sizes[vote.name][f"{size // width} × {width}" if width < size else f"{size}"] = None  # with head_dim
+    sizes = {name: dict.fromkeys(size for size, _ in dims) for name, dims in inferred_names(program).items()}
     related = () if near(dim, program.all_names()) else RELATED.get(dim, ())
     meant = next((f"; `{name}` is probably meant" for name in related if name in sizes), "")
     shown = ", ".join(f"{name} ({', '.join(own)})" for name, own in sizes.items())
@@ -346,17 +338,22 @@ def check_divides(values: Sequence[Value], assignment: AxisAssignment) -> None:
     """
     refused = [(v, i, rule) for v in values for i, rule in assignment.indivisible(v).items()]
     named = [(v, i, rule) for v, i, rule in refused if v.annotation is not None and v.annotation[i] is not None]
-    if not named:
-        return
-    value, i, rule = min(named, key=lambda r: r[0].kind == "opt")
-    annotation, program = cast(tuple, value.annotation), assignment.program
-    inside, size = program.cached(sizes_of_results).get(annotation[i]), value.shape[i]
-    raise divisibility_error(
-        path=value.path or "an input", shape=value.shape,
-        dims=format_dims(annotation) + " (inferred; dims= gives other names)" * (value.path in program.traced.inferred),
-        dim=str(annotation[i]), size=size, rule=rule, sizes=assignment.sizes,
-        dtype=value.aval.dtype,
-        optional=masking_text(assignment.program, rule, assignment.sizes) if i == 0 else None,
+    if named:
+        raise division_error(*min(named, key=lambda r: r[0].kind == "opt"), assignment)
+
+
+def division_error(value: Value, i: int, rule: Rule, assignment: AxisAssignment) -> DivisibilityError:
+    """The error for a rule that does not divide dim ``i`` of an argument or result, with the constraint that names the dim."""
+    program, unifier, size = assignment.program, assignment.program.unifier, value.shape[i]
+    inside = program.cached(sizes_of_results).get(program.dim_name(value, i))
+    origins = unifier.names_in(m for atom in unifier.atoms(value.nodes[i]) for m in unifier.weak_class(atom))
+    inferred = value.path in program.traced.inferred
+    return divisibility_error(
+        path=value.path or "an input", shape=value.shape, dtype=value.aval.dtype,
+        dims=format_dims(program.dims(value)) + " (inferred; dims= gives other names)" * inferred,
+        dim=rule.dim, size=size, rule=rule, sizes=assignment.sizes,
+        source=None if value.annotation or inferred else origins.get(rule.dim),
+        optional=masking_text(program, rule, assignment.sizes) if i == 0 else None,
         inside=None if inside == size else inside,
     )  # fmt: skip
 

@@ -282,7 +282,8 @@ class _Planner:
         for (rule, dim, size), same in values.items():
             first = same[0]
             more = f" and {len(same) - 1} more" if same[1:] else ""
-            parts = [n for n in range(1, shard_count(rule.axes, self.sizes)) if size % n == 0]
+            count, devices = shard_count(rule.axes, self.sizes), math.prod(self.sizes.values())
+            parts = [n for n in range(2, count) if size % n == devices % n == 0] or [1]
             sizes = " or ".join(filter(None, [", ".join(map(str, parts[-4:-1])), str(parts[-1])]))
             out.append(
                 f"`{rule}` does not divide {dim} of {size}, {left} {list(first.shape)} "

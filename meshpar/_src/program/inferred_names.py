@@ -104,13 +104,18 @@ def _names_of(program: Program, uses: DimUses, values: Sequence[Value]) -> dict[
     return found
 
 
-def inferred_names(program: Program) -> dict[str, list[tuple[int, Vote]]]:
-    """Name → (size, vote) of each dim of an argument that has it; empty if no names are inferred."""
-    found: defaultdict[str, list[tuple[int, Vote]]] = defaultdict(list)
-    for value in program.inputs:
-        for size, vote in zip(value.shape, program.inferred.get(value.path or "", ()), strict=False):
+def inferred_names(program: Program) -> dict[str, list[tuple[str, Vote]]]:
+    """Name → (size, vote) of each dim of an argument that has it; heads with their features are ``25 × 64``. Empty if no names are
+    inferred."""
+    found: defaultdict[str, list[tuple[str, Vote]]] = defaultdict(list)
+    unifier = program.unifier
+    for v in sorted(program.inputs, key=lambda v: v.kind == "opt"):
+        votes = program.inferred.get(v.path or "", ())
+        separate = any(vote and vote.name == "head_dim" for vote in votes)
+        for node, size, vote in zip(v.nodes, v.shape, votes, strict=False):
             if vote is not None:
-                found[vote.name].append((size, vote))
+                width = size if separate or vote.name not in HEADS else unifier.size[unifier.atoms(node)[-1]]
+                found[vote.name].append((f"{size // width} × {width}" if width < size else f"{size}", vote))
     return found
 
 

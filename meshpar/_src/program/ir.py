@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -268,6 +268,15 @@ def _argument_of(value: Value, frame: Frame) -> str:
             return ""
         value = operands[0]
     return value.path
+
+
+def location_of(ops: Iterable[Op]) -> str:
+    """The location of some ops: with ``*`` for numbers of layers where they differ, of the first one; "" without ops."""
+    every = [*ops]
+    if not every:
+        return ""
+    alike = len({op.location for op in every}) == 1
+    return every[0].location if alike else every[0].location_of_layers
 
 
 @dataclass(eq=False, slots=True)

@@ -20,7 +20,7 @@ from ..cost.tiles import LANES, SUBLANES
 from ..cost.time import Time, time_of
 from ..hardware.calibration import EFFICIENCIES
 from ..iterables import grouped, grouped_by
-from ..layout import UNSHARDED, Rule, Spec
+from ..layout import EXPERTS, UNSHARDED, Rule, Spec
 from ..plan.checks import sizes_of_results
 from ..plan.collectives import Collective
 from ..plan.plan import Arrival, Plan, ShardedArray
@@ -120,10 +120,22 @@ def _in_activations(plan: Plan, name: str, n: int) -> str:
     return f" ({n - 1:,} in activations{f', split over {axes}' if axes else ''})"
 
 
-def step_tokens(plan: Plan, dims: Iterable[str] = ("batch",)) -> int:
-    """Number of elements of the largest argument of integers with these dims; 0 without one."""
-    integers = (h for h in plan.inputs if "int" in h.dtype and set(dims) <= set(h.dims))
+def step_tokens(plan: Plan) -> int:
+    """Number of elements of the largest argument of integers with a dim ``batch``; 0 without one."""
+    integers = (h for h in plan.inputs if "int" in h.dtype and "batch" in h.dims)
     return max((math.prod(h.shape) for h in integers), default=0)
+
+
+def step_rate(plan: Plan, seconds: float) -> str:
+    """``6,107 tokens/s a chip``: the elements of a batch of integers with further dims (not of bytes, as of images); without one
+    the rows of a batch; "" without arrays whose first dim is ``batch``."""
+    batches = [h for h in plan.inputs if h.kind is None and len(h.shape) > 1 and "batch" in h.dims]
+    tokens = max((math.prod(h.shape) for h in batches if re.fullmatch("u?int(16|32|64)", h.dtype)), default=0)
+    count = tokens or max((h.shape[0] for h in batches if h.dims[0] == "batch"), default=0)
+    if plan.chip is None or not count:
+        return ""
+    rate = count / seconds / math.ceil(plan.mesh.size / plan.chip.devices)
+    return f"{rate:,.0f} {'tokens' if tokens else 'examples'}/s a chip"
 
 
 def kernel_seconds(time: Time) -> float:
@@ -370,14 +382,13 @@ class CollectiveGroup:
         more = len({location_of_op(c.origin) for c in self.members}) - 1
         return location_of_op(self.first.origin) + f" and {more} more place{'s' * (more > 1)}" * bool(more)
 
-    @property
-    def explanation(self) -> str:
-        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``; of an all-reduce in place of a
-        reduce-scatter also the numbers of both, for the longest call."""
+    def explanation(self, compared: bool = True) -> str:
+        """The place, and the cause: ``in mlp/up (llama.py:324): `batch` already takes …``; if ``compared``, of an all-reduce in
+        place of a reduce-scatter also the numbers of both, for the longest call."""
         first = self.first
         where = "" if not self.location else f"{'in' if first.module else 'at'} {self.location}: "
         largest = "for the longest call, " * (len({c.why for c in self.members}) > 1)
-        numbers = f"; {largest}{first.why.partition('; ')[2]}" if first.entry.slices_locally else ""
+        numbers = f"; {largest}{first.why.partition('; ')[2]}" if compared and first.entry.slices_locally else ""
         return f"{where}{first.explanation}{numbers}"
 
     def cells(self) -> list[Cell]:
@@ -475,7 +486,7 @@ def rules_of(plan: Plan, h: ShardedArray) -> list[int]:
 
 
 TENSOR_DIMS = ("heads", "kv_heads", "mlp", "vocab")
-_OF_DIM = {"batch": "data parallel", "expert": "expert parallel", "experts": "expert parallel"}
+_OF_DIM = {"batch": "data parallel", **dict.fromkeys(EXPERTS, "expert parallel")}
 _OF_DIM |= dict.fromkeys(TENSOR_DIMS, "tensor parallel")
 
 

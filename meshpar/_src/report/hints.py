@@ -30,11 +30,11 @@ from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.spec import shard_count, value_bytes
 from ..plan.steps import Step
-from ..program.ir import Frame, Op, Program, Value
+from ..program.ir import Frame, Op, Program, Value, location_of
 from ..program.pipeline import layer_loops
 from ..program.roles import elementwise_flow
 from ..units import format_bytes, format_memory, format_seconds, with_article
-from .facts import TENSOR_DIMS, USABLE_FRACTION, fits, global_bytes, kernels_of, location_of_op
+from .facts import TENSOR_DIMS, USABLE_FRACTION, fits, global_bytes, kernels_of
 
 MAX_HINTS = 3
 MIN_SAVED_SHARE = 0.01
@@ -69,7 +69,6 @@ def hints(plan: Plan) -> list[str]:
         repeated_exchange_hint(plan),
         float32_hint(plan),
         *fused_hints(plan),
-        unnamed_fused_hint(plan),
         *_exchanges(plan),
     ]
     largest = (lambda h: (-h.bytes, -h.seconds)) if fits(plan) is False else (lambda h: (-h.seconds, -h.bytes))
@@ -83,20 +82,20 @@ def donation_hint(plan: Plan) -> Hint | None:
     donated = plan.donated | arguments.keys()
     peak, at_end = memory_of(plan).peak, sum(plan.inputs[i].bytes for i in arguments)
     saved = peak - memory_of(with_donated(plan, donated)).peak if arguments else 0.0
-    gain, more = f"{format_memory(saved)} of the peak of {format_memory(peak)}", ""
-    if saved < MIN_SAVED_SHARE * peak and fits(plan) is not False:
-        saved = at_end
-        elsewhere = "the peak, which is elsewhere, falls by less than 1 %"
-        gain, more = f"{format_memory(saved)} at the end of the step", f"; {elsewhere}"
+    gain = f"{format_memory(saved)} of the peak of {format_memory(peak)}"
+    at_peak = saved >= MIN_SAVED_SHARE * peak or fits(plan) is False
+    if not at_peak:
+        saved, gain = at_end, f"{format_memory(at_end)} at the end of the step, which is not its peak"
     if saved < MIN_SAVED_SHARE * peak or saved <= 0:
         return None
     names = list(dict.fromkeys(path.partition("/")[0] for path in arguments.values()))
     given = f'"{names[0]}"' if len(names) == 1 else str(tuple(names)).replace("'", '"')
     listed, verb = " and ".join(f"`{name}`" for name in names), "are" if names[1:] else "is"
+    flags = " ".join(f"--donate {name}" for name in names)
     return Hint(
         f"{gain}: {listed} {verb} returned updated but not donated, so that the old and the new arrays are live at once: "
-        f"donate_argnames={given} ({' '.join(f'--donate {name}' for name in names)}){more}",
-        bytes=0.0 if more else saved,
+        f"donate_argnames={given} ({flags})",
+        bytes=saved if at_peak else 0.0,
     )
 
 
@@ -127,12 +126,12 @@ def _idle_hints(plan: Plan) -> list[Hint]:
                 layout = plan.requested_layout.with_first(Layout(text).rules)
                 peak = memory_of(replan(plan, replace(plan.request, layout=layout))).peak
                 if peak <= (1 - MIN_SAVED_SHARE) * memory_of(plan).peak:
-                    edits.append(f"`{text}` ({format_memory(peak)})")
+                    edits.append(f"`{text}`, with a peak of {format_memory(peak)}")
                     peaks.append(peak)
         if edits:
             work = f"its {plan.sizes[axis]} devices do the same work: write {', or '.join(edits)}"
             saved = memory_of(plan).peak - min(peaks)
-            found.append(Hint(f"{format_memory(saved)}: no rule uses `{axis}`, so that {work}", bytes=saved))
+            found.append(Hint(f"{format_memory(saved)} less: no rule uses `{axis}`, so that {work}", bytes=saved))
     return found
 
 
@@ -199,74 +198,68 @@ def attention_hint(plan: Plan) -> Hint | None:
         return None
     took = sum(t.seconds * t.count for k in kernels if (t := kernel_times(plan).get(k)))
     gain = f"up to {format_seconds(took)}: " if time else ""
-    place = f"{'in' if made[0].module else 'at'} {location_of_op(made[0]) or '?'}"
+    place = f"{'in' if made[0].module else 'at'} {location_of(made) or '?'}"
     return Hint(
         f"{gain}attention scores of {format_memory(max(stored))} are stored {place}, and read by other kernels. "
-        "mp.layers.attention, in Flax as attention_fn=, computes them in chunks and stores none: docs/slow.md",
+        "mp.layers.attention, also in place of dot_product_attention or as attention_fn= of Flax's modules, computes them in "
+        "chunks and stores none: docs/slow.md",
         took,
     )
 
 
 def fused_hints(plan: Plan) -> list[Hint]:
-    """The weights with several arrays in a sharded dim (queries, keys and values), and the bytes that cutting it sends."""
-    root_of, sent = plan.program.unifier.weak_root, defaultdict[str, list[Collective]](list)
-    weights = sorted((v for v in plan.program.inputs if v.kind == "params"), key=lambda v: v.elements)
-    weight_of = {root_of(node): v for v in weights for node in v.nodes if node >= 0}  # the largest, not a bias
-    for c in plan.collectives:
-        op = c.origin
-        if c.op != "all-to-all" or op is None or op.rule is None:
-            continue
-        along = {f for pair in op.rule.sharded_like for f in pair}
-        arrays = zip((*op.ins, *op.outs), (*op.rule.ins, *op.rule.outs), strict=True)
-        cut = [(v.shape[i], v.nodes[i]) for v, dims in arrays if v for i, fs in enumerate(dims or ()) if along & {*fs}]
-        if cut and (weight := weight_of.get(root_of(max(cut)[1]))) is not None:
-            sent[re.sub(r"(?<![A-Za-z\d])\d+", "*", weight.path or "")].append(c)
-    found = []
-    for path, cut in sent.items():
-        size = sum(c.total_bytes for c in cut)
-        text = (
-            f"{format_bytes(size)} of all-to-alls: `{path}` has several arrays in one sharded dim, which are cut. Use one weight "
-            "for each array, or a dim of its own for the arrays, as in [embed, 2, mlp]; for heads, reshape the result before the "
-            "cut (this changes the order of a checkpoint's elements): docs/names.md#fused-kernels"
-        )
-        found.append((size, Hint(text, sum(c.total_seconds for c in cut))))
-    return [hint for _, hint in sorted(found, key=lambda x: -x[0])[:MAX_HINTS]]
-
-
-def unnamed_fused_hint(plan: Plan) -> Hint | None:
-    """The weight of the largest redundant matmuls with several arrays in one dim (gate and up), which has no name since the program
-    cuts it, so that no rule shards it; None: there is none, or these matmuls take a small part of the step."""
-    time, program, took = time_of(plan), plan.program, defaultdict[int, float](float)
-    if time is None:
-        return None
-    root_of = program.unifier.weak_root
-    cuts: dict[int, tuple[Op, int, int]] = {}  # dim that is cut → (op, size, size of a part)
+    """The weights with several arrays in one dim (queries, keys and values; gate and up) that the program cuts: the all-to-alls of
+    the shards or, where the dim has no name, so that no rule shards it, the redundant matmuls."""
+    program, root_of = plan.program, plan.program.unifier.weak_root
+    cuts: dict[int, tuple[Op, int, int]] = {}  # dim that is cut → (op, size, number of arrays)
     for op in program.root.walk():
         if op.primitive.family in ("split", "slice") and (operand := op.ins[0]) is not None:
-            for i, (size, part) in enumerate(zip(operand.shape, op.outs[0].shape, strict=True)):
-                if 1 < part < size and size % part == 0 and operand.nodes[i] >= 0 and not program.dim_name(operand, i):
-                    cuts.setdefault(root_of(operand.nodes[i]), (op, size, part))
-    dims = {v: [root_of(node) if node >= 0 else -1 for node in v.nodes] for v in program.inputs if v.kind == "params"}
+            for node, size, part in zip(operand.nodes, operand.shape, op.outs[0].shape, strict=True):
+                if 1 < part < size and size % part == 0 and node >= 0:
+                    cuts.setdefault(root_of(node), (op, size, size // part))
+    weights = sorted((v for v in program.inputs if v.kind == "params"), key=lambda v: v.elements)
+    weight_of = {
+        root_of(n): (v, i) for v in weights for i, n in enumerate(v.nodes) if n >= 0
+    }  # the largest, not a bias
+
+    def roots(op: Op) -> set[int]:
+        """The dims of the operands and results of an op that are cut, and are dims of weights."""
+        nodes = (node for v in (*op.ins, *op.outs) if v is not None for node in v.nodes if node >= 0)
+        return {root_of(node) for node in nodes} & cuts.keys() & weight_of.keys()
+
+    lost, sent = defaultdict[int, float](float), defaultdict[int, float](float)
+    for c in plan.collectives:
+        if c.op == "all-to-all" and c.origin is not None and c.origin.rule is not None and c.origin.rule.sharded_like:
+            for root in roots(c.origin):
+                lost[root] += c.total_seconds
+                sent[root] += c.total_bytes
     for kernel, of in kernel_times(plan).items() if cuts else ():
         for step in kernel.matmuls:
             times = plan.mesh.size // shard_count([a for axes in step.axes or () for a in axes], plan.sizes)
-            arrays = (v for v in (*step.op.ins, *step.op.outs) if v is not None)
-            for root in {root_of(node) for v in arrays for node in v.nodes if node >= 0} & cuts.keys():
-                took[root] += of.count * of.seconds * (1 - 1 / times)
-    root = max((r for of in dims.values() for r in of if r in took), key=lambda r: took[r], default=-1)
-    if took[root] < MIN_MATMUL_SHARE * time.seconds:
-        return None
-    weight = next(v for v, of in dims.items() if root in of)
-    op, size, part = cuts[root]
-    names = [name or "_" for name in program.dims(weight)]
-    k = dims[weight].index(root)
-    own = ", ".join((*names[:k], str(size // part), "mlp" if names[k] == "_" else names[k], *names[k + 1 :]))
-    return Hint(
-        f"up to {format_seconds(took[root])}: `{weight.path}` has {size // part} arrays in a dim of {size:,}, which {op.name} cuts "
-        f"at {op.location or '?'}: no rule shards it, and several devices compute its matmuls redundantly. Use one weight for each "
-        f"array, or a dim of its own for the arrays, as in [{own}]: docs/names.md#fused-kernels",
-        took[root],
-    )
+            for root in roots(step.op):
+                if not program.dim_name(*weight_of[root]):
+                    lost[root] += of.count * of.seconds * (1 - 1 / times)
+    time, found = time_of(plan), dict[str, Hint]()
+    for root in sorted({*lost, *sent}, key=lambda root: (-lost[root], -sent[root])):
+        if not sent[root] and (time is None or lost[root] < MIN_MATMUL_SHARE * time.seconds):
+            continue
+        (weight, i), (op, size, count) = weight_of[root], cuts[root]
+        names = [name or "_" for name in program.dims(weight)]
+        own = ", ".join((*names[:i], str(count), "mlp" if names[i] == "_" else names[i], *names[i + 1 :]))
+        effect = (
+            "its shards are cut"
+            if sent[root]
+            else "no rule shards it, and several devices compute its matmuls redundantly"
+        )
+        gain = f"{format_bytes(sent[root])} of all-to-alls" if sent[root] else f"up to {format_seconds(lost[root])}"
+        path = re.sub(r"(?<![A-Za-z\d])\d+", "*", weight.path or "")
+        text = (
+            f"{gain}: `{path}` has {count} arrays in a dim of {size:,}, which {op.name} cuts at {op.location or '?'}: {effect}. "
+            f"Use one weight for each array, or a dim of its own for the arrays, as in [{own}]; for heads, reshape the result "
+            "before the cut (this changes the order of a checkpoint's elements): docs/names.md#fused-kernels"
+        )
+        found.setdefault(path, Hint(text, lost[root]))
+    return list(found.values())[:MAX_HINTS]
 
 
 def recomputation_hint(plan: Plan) -> Hint | None:
@@ -383,7 +376,7 @@ def _rule_hint(plan: Plan, without: Sequence[str]) -> Hint | None:
     if gains.get(rule, 0.0) < MIN_SAVED_SHARE * memory_of(plan).peak:
         return None
     stages = " (the axis is then one of stages, of a pipeline)" * (rule.partition(":")[0] in stacks)
-    text = f"{format_memory(gains[rule])} of the arguments: a rule `{rule}` at the end of the layout{stages}"
+    text = f"{format_memory(gains[rule])} less of arguments: add a rule `{rule}` at the end of the layout{stages}"
     return Hint(text, bytes=gains[rule])
 
 
@@ -454,16 +447,16 @@ class ExchangeHint:
 
     def text(self, plan: Plan) -> str:
         """The edit, with the bytes of both."""
-        dims = format_dims(plan.program.dims(self.array))
         head = (
-            f"{name_of(self.op)} at {self.op.location or '?'}: {format_bytes(self.sent)} of all-gathers of `{self.gathered}`, "
-            f"since `{self.owner}` has `{self.axis}`. "
+            f"{name_of(self.op)} at {self.op.location or '?'} all-gathers `{self.gathered}`, {format_bytes(self.sent)}, since "
+            f"`{self.owner}` has `{self.axis}`. "
         )
-        edit = f'mp.rename(x, {self.owner}="other") of its operand [{dims}], with the same name in the other operand'
+        edit = f'Rename `{self.owner}` in both of its operands, mp.rename(x, {self.owner}="other")'
         if self.is_result:
-            after = f'mp.rename(result, other="{self.owner}") after it'
-            edit = f"Name `{self.owner}` otherwise in both operands of the matmul, mp.named(x, …), and write {after}"
-        return f"{head}{edit}: then an all-to-all sends {format_bytes(self.exchanged)} (docs/moe-einsums.md)"
+            edit = f"Name `{self.owner}` otherwise in both of its operands, and rename the result: "
+            edit += f'mp.rename(result, other="{self.owner}")'
+        moved = f"an all-to-all of [{format_dims(plan.program.dims(self.array))}]"
+        return f"{head}{edit}. Then {moved} sends {format_bytes(self.exchanged)}: docs/moe-einsums.md"
 
 
 def exchange_hints(plan: Plan) -> list[ExchangeHint]:

@@ -26,9 +26,9 @@ def names_table(program: Program) -> Table:
     """For each name its sizes, the number of arrays that have it, whether a use shows it, and the best evidence."""
     rows = []
     for name, dims in sorted(inferred_names(program).items(), key=lambda item: -len(item[1])):
-        sizes = sorted({size for size, _ in dims})
+        sizes = sorted({size for size, _ in dims}, key=lambda size: int(size.partition(" ")[0]))
         best = max((vote for _, vote in dims), key=lambda vote: vote.weight)
-        shown = ", ".join(map(str, sizes[:4])) + (", …" if len(sizes) > 4 else "")
+        shown = ", ".join(sizes[:4]) + (", …" if len(sizes) > 4 else "")
         certain = "given" if best.weight == GIVEN else "yes" if best.certain else "guessed"
         rows.append([code(name), Cell(shown), number(str(len(dims)), len(dims)), Cell(certain), Cell(str(best))])
     columns = [("dim", ""), ("size", ""), ("arrays", "n"), ("certain", ""), ("evidence", "")]

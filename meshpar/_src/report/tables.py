@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from html import escape
 from typing import Any
@@ -21,6 +22,8 @@ from ..console import with_units
 MAX_PATH_SHARE = 0.3
 """Fraction of the width of the terminal that a path may take."""
 
+NARROW_COLUMNS = 100
+"""Width of the terminal below which columns of the class ``more`` are left out."""
 MAX_ERROR = 0.1
 """Difference from a planned number, as a fraction of it, from which on a ratio is red."""
 
@@ -53,7 +56,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class PathText:
-    """A path that the terminal prints in one line: where it is too long, ``…`` replaces components in its middle."""
+    """A path that the terminal prints in one line: where it is too long, ``…`` replaces its first components."""
 
     path: str
     style: str = ""
@@ -67,14 +70,10 @@ class PathText:
 
 
 def shortened(path: str, width: int) -> str:
-    """The path in at most ``width`` characters: with ``…`` for components in its middle, if at least the last one fits."""
+    """The path in at most ``width`` characters: with ``…`` for its first components, if at least the last one fits."""
     parts = path.split("/")
-    for gone in range(len(parts)):
-        first = (len(parts) - gone) // 2
-        text = "/".join([*parts[:first], *["…"] * (gone > 0), *parts[first + gone :]])
-        if len(text) <= width:
-            return text
-    return parts[-1]
+    texts = (path, *("/".join(["…", *parts[gone:]]) for gone in range(1, len(parts))))
+    return next((text for text in texts if len(text) <= width), parts[-1])
 
 
 def number(text: str, value: float, bar: str = "", css: str = "") -> Cell:
@@ -144,12 +143,14 @@ class Table:
         )
 
     def terminal(self, most: int | None = None) -> Group:
-        """The table with its title for rich: where the first column has paths, their common prefixes are in rows above them.
+        """The table with its title for rich: where the first column has paths, their common prefixes are in rows above them, and
+        in narrow terminals without columns of the class ``more``.
 
         Args:
           most: as in :meth:`html`.
         """
-        table = RichTable(box=None, pad_edge=False, header_style="dim")
+        table = _Narrowed(box=None, pad_edge=False, header_style="dim")
+        table.optional = [k for k, (_, kind) in enumerate(self.columns) if "more" in kind.split()]
         for heading, kind in self.columns:
             numeric = "n" in kind.split()
             no_wrap = bool({"n", "path", "word"} & set(kind.split()))
@@ -163,6 +164,19 @@ class Table:
 
     def _more(self, shown: Sequence[Any]) -> str:
         return f"and {len(self.rows) - len(shown)} more"
+
+
+class _Narrowed(RichTable):
+    """A table without its ``optional`` columns in terminals of less than :data:`NARROW_COLUMNS`."""
+
+    optional: Sequence[int] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = copy(self)
+        if options.max_width < NARROW_COLUMNS:
+            wide = [column for k, column in enumerate(self.columns) if k not in self.optional]
+            table.columns = [replace(column, _index=k) for k, column in enumerate(wide)]
+        return RichTable.__rich_console__(table, console, options)
 
 
 def _with_common_prefixes(rows: Sequence[Sequence[Cell]]) -> Iterator[Sequence[Cell]]:

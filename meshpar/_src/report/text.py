@@ -36,6 +36,8 @@ FIT_STYLES = {"fits": PALETTE[0], "tight": "bold yellow", "too large": "bold red
 """Styles of the bar of the memory, by :func:`facts.fit`."""
 MIN_KIND_SHARE = 0.01
 """Fraction of the peak of the smallest kind of memory in the summary."""
+MIN_TWICE = 1.5
+"""Bytes of parameters or optimizer state at the peak, as a multiple of the arguments, from which on old and new ones are live."""
 MIN_COLLECTIVE_SHARE = 0.01
 """Fraction of the time of all collectives, or of their bytes where no time is estimated, from which on a collective has a row."""
 
@@ -105,7 +107,10 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
 
     ranked = sorted(memory.by_kind.items(), key=lambda x: -x[1])
     large = [(kind, n) for kind, n in ranked if n >= MIN_KIND_SHARE * memory.peak]
-    kinds = joined(*(Text.assemble((kind, ROLE_STYLES[kind]), f" {format_memory(n)}") for kind, n in large))
+    state = {facts.KINDS[kind]: plan.argument_bytes(kind) for kind in ("params", "opt")}
+    twice = {kind for kind, n in large if chip and n > MIN_TWICE * state.get(kind, n)}
+    note = " (old and new: donate_argnums)"
+    kinds = joined(*(Text.assemble((k, ROLE_STYLES[k]), f" {format_memory(n)}", note * (k in twice)) for k, n in large))
     needs = format_memory(memory.peak)
     if chip is None:
         rows.append(("needs", needs, Text(), kinds))
@@ -121,9 +126,7 @@ def _summary(plan: Plan, colours: AxisColours) -> Any:
         waits = time.seconds - kernels
         bar = _bar([("█", kernels, "grey62"), ("▒", waits, "red")])
         bound = [f"bound by {', '.join(shares)}"] if (shares := step_shares(plan)) else []
-        if (tokens := facts.step_tokens(plan, ("batch", "seq"))) and chip is not None:
-            rate = tokens / time.seconds / math.ceil(plan.mesh.size / chip.devices)
-            bound.insert(0, f"{rate:,.0f} tokens/s a chip")
+        bound = [*filter(None, [facts.step_rate(plan, time.seconds)]), *bound]
         waiting = "communication" + " and host copies" * bool(time.to_host + time.to_device)
         parts = f"kernels {format_seconds(kernels)}", f"{waiting} not hidden {format_seconds(waits)}"
         split = joined(*parts, *bound)
@@ -254,5 +257,6 @@ def collectives_block(
         style = "dim" if group is None else ""
         lines.append(hanging([(Text.assemble(line, style=style), Text(dims, style))]))
         if group is not None:
-            lines.append(Padding(colours.layout(group.explanation), (0, 0, 0, 4)))
+            first = not any(g.first.entry.slices_locally for g in shown[: i - 1])
+            lines.append(Padding(colours.layout(group.explanation(compared=first)), (0, 0, 0, 4)))
     return Group(*lines)

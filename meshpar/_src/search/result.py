@@ -190,7 +190,7 @@ class Search(Document):
             choice = Cell(shown.plain, markup=where, terminal=shown)
             cells.append([Cell(labels.get(row, "")), seconds, mfu, memory, sent, choice])
         columns = [("", ""), ("step", "n"), ("MFU", "n more"), ("peak", "n"), ("sends", "n more")]
-        return Table([*columns, ("mesh, scheme, why it is not chosen; layout", "")], cells, attributes=ids)
+        return Table([*columns, ("mesh, scheme, compared with ★; layout", "")], cells, attributes=ids)
 
     def _why_not(self, row: Row) -> str:
         """Why a candidate is not chosen, compared with the best, ``★``; "" for the best, if it fits."""
@@ -206,14 +206,14 @@ class Search(Document):
             ratio = row.seconds / best.seconds
             longer = f"{100 * abs(ratio - 1):.1f} % {'slower' if ratio > 1 else 'faster'}"
             equal = abs(ratio - 1) < MIN_DIFFERENCE
-            than = "as fast as ★" if equal else f"{longer} than ★" if ratio < 2 else f"{ratio:.3g} × as long as ★"
-            if (row.rules, row.uses) >= (best.rules, best.uses):
+            than = "as fast" if equal else longer if ratio < 2 else f"{ratio:.3g} × as long"
+            if row.complexity >= best.complexity:
                 than += ", but less simple" * (equal or ratio < 1)
             elif ratio <= 1 + POLICY.tie_fraction and row.peak > max(best.peak, self.usable / 2):
                 than += f", and needs {format_memory(row.peak - best.peak)} more memory, which is scarce"
         else:
             larger = row.peak - best.peak
-            than = f"{format_memory(larger)} more than ★" if larger > 0 else "as small as ★, but less simple"
+            than = f"{format_memory(larger)} more" if larger > 0 else "as small, but less simple"
         return "; ".join(filter(None, [than, order, row.undivided]))
 
     @property
@@ -309,7 +309,7 @@ class Search(Document):
         named = ((Text(name, "bold"), text) for name, text in lines.items() if text)
         choice = hanging([*named, *fixes * self.fits])
         plot = [Text(), self._picture.terminal()] if len(self.rows) > 2 else []
-        notes = [Text(f"note  {text}") for text in (self._unnamed_batch(), self._unnamed_experts()) if text]
+        notes = [Text(f"note  {text}")] if (text := self._unnamed_batch()) else []
         notes += [Text(), *map(Text, self.refused)] if self.refused else []
         like = f", {len(self._alike)} of them as good as ★ but less simple" * bool(self._alike)
         listed = (
@@ -342,18 +342,6 @@ class Search(Document):
         shown = sorted({d for d in first if "batch" in d} or first)
         have = f"the batch arguments have {', '.join(f'`{d}`' for d in shown)}" if shown else "name it by dims="
         return f"no dim is called `batch`, which the known schemes shard; {have}"
-
-    def _unnamed_experts(self) -> str:
-        """The name of a dim of experts, if weights have one that the known schemes do not know, as MaxText's ``exp``; else ""."""
-        plan = self._base
-        other = {
-            d for h in plan.inputs if h.kind == "params" for d in h.dims if d and d != "expert" and d.startswith("exp")
-        }
-        if not other or "expert" in plan.program.all_names():
-            return ""
-        name = min(other)
-        own = f'names={{"{name}": "expert"}} or --names {name}=expert, if the model has the name'
-        return f"no dim is called `expert`, so expert parallelism was not tried as a scheme; if `{name}` is it, call it so ({own})"
 
     def _misfit(self) -> str:
         """The headline if nothing fits: the smallest peak, its largest kind, and a larger slice on which the layout fits."""

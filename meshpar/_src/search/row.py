@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..layout import Layout
+from ..mesh import parse_mesh
 
 Objective = Literal["time", "memory"]
 
@@ -56,14 +57,10 @@ class Row:
         return {"schedule": self.schedule, "gather": self.gather} if self.schedule else {}
 
     @property
-    def rules(self) -> int:
-        """Number of rules of the layout."""
-        return len(Layout(self.layout).rules)
-
-    @property
-    def uses(self) -> int:
-        """Number of axes in the rules of the layout, each counted once in each rule."""
-        return sum(len(r.axes) for r in Layout(self.layout).rules)
+    def complexity(self) -> tuple[int, int, int]:
+        """Number of rules of the layout, of axes in them, each counted once in each rule, and of axes of the mesh."""
+        rules = Layout(self.layout).rules
+        return len(rules), sum(len(r.axes) for r in rules), len(parse_mesh(self.mesh))
 
     def rank(self, objective: Objective) -> tuple[int, float, float]:
         """Sort key, best first: candidates that fit, by the objective; then the others, by their peak."""

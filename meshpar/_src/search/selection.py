@@ -98,7 +98,7 @@ def _distinct(searched: Sequence[Evaluation]) -> list[Candidate]:
 
 
 def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
-    """The candidate with the fewest rules, then the fewest axes in them, among those that tie with the best one; of equal ones a
+    """The simplest candidate (:attr:`Row.complexity`) among those that tie with the best one; of equal ones a
     known scheme.
 
     Estimates may be wrong: of candidates that tie in time, one that uses at most half of the usable memory is preferred. Where none
@@ -123,7 +123,7 @@ def _choice(evaluation: Evaluation, ranked: Sequence[Row]) -> Row:
 
     return min(
         (row for row in ties if row.peak <= evaluation.usable / 2 or not is_dominated(row)),
-        key=lambda row: (row.rules, row.uses, not row.name, row.peak if best.fits else 0.0, row.seconds, row.layout),
+        key=lambda row: (row.complexity, not row.name, row.peak if best.fits else 0.0, row.seconds, row.layout),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, replace
 
 from ...errors import UnknownDimError, UnsupportedError
-from ..layout import BETWEEN_SLICES, Layout, Rule, characteristic_dims
+from ..layout import BETWEEN_SLICES, EXPERTS, Layout, Rule, characteristic_dims
 from ..layouts import PRESETS
 from ..program.ir import Program
 from ..program.pipeline import layer_loops
@@ -23,7 +23,6 @@ SCOPES = (None, "opt", "params")
 """Scopes of searched rules: all values, or only the stored sharding of parameters or of optimizer state."""
 
 BATCH = frozenset({"batch"})
-EXPERTS = frozenset({"expert", "experts"})
 SEQUENCE = frozenset({"seq", "kv_seq", "sequence", "length", "context"})
 """Names of the dims after which an axis is called ``data``, ``expert`` or ``context``; axes of other dims are called ``model``."""
 WITH_DATA = frozenset({"batch", "embed"})
@@ -110,7 +109,7 @@ def axis_names(sizes: Sizes, rules: Sequence[Rule], keep: Collection[str] = ()) 
         dims = carried[axis]
         if axis == data:
             return "data"
-        if dims & EXPERTS:
+        if dims.intersection(EXPERTS):
             return "expert"
         if dims == BATCH and data is not None and carried[data] != BATCH:
             return "replica"
