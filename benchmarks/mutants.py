@@ -25,8 +25,8 @@ path.
 ``--prove`` asks whether ``mp.prove`` finds the mutants that change a result of the programs of ``proof_programs.py``, of those in
 functions and in lines that planning and lowering these execute. A mutant is applied to the functions of a process that is forked
 from one with meshpar, which plans and lowers the programs that execute its line: "error" if that fails, "same programs" if the
-per-device programs are those without the mutant. Others are proven and run on virtual devices: "same results" as the function,
-or other ones of a program that is refused, not verified or proven.
+per-device programs are those without the mutant. Others are "refused", "not verified" or proven. Results that are proven are
+computed on virtual devices, and must be those of the function: "proven, same results". "proven, other results" is a defect.
 With ``--log`` outcomes are appended to a file, and mutants in it do not run again.
 """
 
@@ -544,7 +544,7 @@ def prove(args: argparse.Namespace) -> None:
         found = json.loads(output.read_text()) if output.exists() else {}
         name = proof_outcome(found)
         results[edit.key] = {"mutant": str(edit), "key": edit.key, "outcome": name, "programs": found}
-        causes = {n: f for n, f in found.items() if f[0] not in ("same program", "error")}
+        causes = {n: f for n, f in found.items() if f[0] not in ("same programs", "error")}
         print(f"{name}  {time.monotonic() - began:.1f} s  {edit}  {causes or ''}", flush=True)
         if args.log:
             with args.log.open("a") as log:
@@ -558,19 +558,16 @@ def prove(args: argparse.Namespace) -> None:
 
 
 PROOF_OUTCOMES = (
-    "error", "same programs", "same results", "other results: refused", "other results: not verified", "other results: proven",
+    "error", "same programs", "refused", "not verified", "proven, same results", "proven, other results",
 )  # fmt: skip
 """What may become of a mutant of ``--prove``."""
 
 
-def proof_outcome(found: dict[str, tuple[str, bool | None, str]]) -> str:
-    """One of :data:`PROOF_OUTCOMES`, from the outcomes of the programs: the worst of those whose results differ."""
-    other = {status for status, same, _ in found.values() if same is False}
-    for status in ("proven", "not verified", "refused"):
-        if status in other:
-            return f"other results: {status}"
-    statuses = {status for status, *_ in found.values()}
-    return "same programs" if statuses == {"same program"} else "same results" if statuses - {"error"} else "error"
+def proof_outcome(found: dict[str, tuple[str, str]]) -> str:
+    """One of :data:`PROOF_OUTCOMES`, from the outcomes of the programs."""
+    outcomes = {outcome for outcome, _ in found.values()}
+    order = "proven, other results", "refused", "not verified", "proven, same results", "same programs"
+    return next((outcome for outcome in order if outcome in outcomes), "error")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 import meshpar as mp
-from meshpar._src.compat.jax import make_generated_jaxpr
+from meshpar._src.compat.jax import make_generated_jaxpr, without_dead_code
 from meshpar._src.lower.shard_map import lower_to_shard_map
 from meshpar._src.verify.numbers import QUICK
 from meshpar._src.verify.proofs import claims_of
@@ -227,11 +227,11 @@ def record(name: str, output: Path) -> None:
 
 
 def try_mutant(path: Path, text: str, names: Sequence[str], folder: Path, output: Path) -> None:
-    """Write what becomes of programs under a mutant of a module: (status, whether the results are the same, cause) of each.
+    """Write what becomes of programs under a mutant of a module: (outcome, cause) of each.
 
-    The status is ``error`` if there is no program, ``same program``, or that of the proof: of the results that differ, if there
-    are any. The results are those that are proven without the mutant. A program of which none is proven runs only if the results
-    of no other one differ (None: it did not run).
+    The outcome is ``error`` if there is no program, ``same programs``, or that of the proof of another program: its status, of
+    the results that are proven without the mutant. A program with results that are proven runs: these results are the same as
+    without the mutant, or it is ``proven, other results``.
 
     Args:
       path, text: the module, and its text as the mutant has it.
@@ -239,37 +239,43 @@ def try_mutant(path: Path, text: str, names: Sequence[str], folder: Path, output
       folder: of the files that :func:`record` wrote.
     """
     replace_code(path, text)
-    found: dict[str, tuple[str, bool | None, str]] = {}
+    found: dict[str, tuple[str, str]] = {}
     for name in names:
         base = json.loads((folder / f"{name}.json").read_text())
         try:
             plan = planned(name)
             program = lowered(plan)
         except Exception as e:
-            found[name] = "error", None, repr(e)[:200]
+            found[name] = "error", repr(e)[:200]
             if len(found) > 1 and {status for status, *_ in found.values()} == {"error"}:
                 break
             continue
         if text_of(program) == base["text"]:
-            found[name] = "same program", True, ""
+            found[name] = "same programs", ""
             continue
         written = plan.program.traced.written
         proof = prove_program(written, program, claims=claims_of(plan))
         cause = str(next(iter(proof.failed), ""))[:200]
         statuses = {k: proof.results[k].status for k, s in enumerate(base["results"]) if s == "proven"}
-        other = dict.fromkeys(statuses, False)
-        if run_it := "proven" in statuses.values() or all(f[1] is not False for f in found.values()):
-            try:
-                results = run(program, arguments(written))
-                with np.load(folder / f"{name}.npz") as wanted:
-                    other = {k: not equal([results[k]], [wanted[f"arr_{k}"]]) for k in statuses}
-            except Exception as e:  # a wrong program may fail as well
-                other, cause = dict.fromkeys(statuses, True), f"{cause}; {e!r}"[:300]
-        counted = {s for k, s in statuses.items() if other[k]} or set(statuses.values())
-        some = any(other.values())
-        order = ("proven", "not verified", "refused") if some else ("refused", "not verified", "proven")
-        found[name] = next(s for s in order if s in counted), not some if run_it else None, cause
+        proven = [k for k, s in statuses.items() if s == "proven"]
+        outcome = next(
+            s for s in ("refused", "not verified", "proven, same results") if s.split(",")[0] in statuses.values()
+        )
+        if proven and not same_results(program, proven, arguments(written), folder / f"{name}.npz"):
+            outcome = "proven, other results"
+        found[name] = outcome, cause
     output.write_text(json.dumps(found))
+
+
+def same_results(program: ClosedJaxpr, which: Sequence[int], args: Sequence[Any], wanted: Path) -> bool:
+    """Whether some results of a program are those in a file; not if the program cannot run."""
+    part = program.jaxpr.replace(outvars=[program.jaxpr.outvars[k] for k in which], debug_info=None)
+    try:
+        results = run(without_dead_code(ClosedJaxpr(part, program.consts)), args)
+    except Exception:
+        return False
+    with np.load(wanted) as arrays:
+        return equal(results, [arrays[f"arr_{k}"] for k in which])
 
 
 def replace_code(path: Path, text: str) -> None:

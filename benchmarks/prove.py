@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import json
 import random
 import sys
 import time
@@ -117,39 +118,53 @@ def unedited(case: third_party.Case) -> mp.Plan:
     return mp.plan(case.step, state, case.batch, dims=weights | case.data, **where)
 
 
+def logged(log: Path | None) -> list[dict[str, Any]]:
+    """The results in a log."""
+    return list(map(json.loads, log.read_text().splitlines())) if log and log.exists() else []
+
+
+def append(log: Path | None, result: dict[str, Any]) -> None:
+    """Write a result to a log at once."""
+    if log:
+        with log.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+
+
 LAYOUTS = 4
 """Layouts of each random program, which is traced once."""
+CACHED_PROGRAMS = 200
+"""Random programs until JAX's caches are cleared."""
 
 
-def fuzz(count: int, seed: str, minutes: float) -> None:
-    """Prove random programs under random layouts."""
+def fuzz(count: int, seed: str, minutes: float, part: tuple[int, int], log: Path | None) -> None:
+    """Prove random programs under random layouts; one line of the log for each."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "fuzz"))
     import programs
     import run
     from writer import Skip
 
-    found: collections.Counter[str] = collections.Counter()
-    causes: collections.Counter[str] = collections.Counter()
-    end, done = time.monotonic() + 60 * minutes, 0
+    found = {(r["program"], r["layout"]): r for r in logged(log)}
+    end = time.monotonic() + 60 * minutes
 
-    def prove(case: programs.Case, plan: mp.Plan) -> None:
+    def prove(case: programs.Case, plan: mp.Plan) -> dict[str, Any]:
         with run.CONTEXTS[case.calls[0].context]():
             proof = prove_program(plan.program.traced.written, proof_programs.lowered(plan), claims=claims_of(plan))
-        found[proof.status] += 1
-        wrong = [c for c in proof.failed if c.op == "plan"]
-        found["a claim of the plan does not hold"] += bool(wrong)
-        found["an internal error in a lemma"] += bool(proof.errors)
-        causes.update({f"{c.op}: {c.reason}"[:110] for c in proof.failed if c.op != "result"})
-        if proof.status == "refused" or wrong or proof.errors:
-            print(f"case {done}\n{case}\n# {plan.mesh}, {plan.layout!r}\n{proof}", file=sys.stderr, flush=True)
+        claims = [str(c) for c in proof.failed if c.op == "plan"]
+        if proof.status == "refused" or claims or proof.errors:
+            print(f"{case}\n# {plan.mesh}, {plan.layout!r}\n{proof}", file=sys.stderr, flush=True)
+        causes = collections.Counter[str]()
+        for c, n in proof.failed.items():
+            causes[f"{c.op}: {c.reason}"[:150]] += n * (c.op not in ("plan", "result"))
+        errors = list(map(str, proof.errors))
+        return {"status": proof.status, "share": proof.share, "claims": claims, "errors": errors, "causes": causes}
 
-    for k in range(count // LAYOUTS):
-        if time.monotonic() > end:
-            break
+    for k in range(count // LAYOUTS)[part[0] :: part[1]]:
+        if (k, LAYOUTS - 1) in found or time.monotonic() > end:
+            continue
         rng = random.Random(f"{seed}/{k}")
         case, plan = programs.make_case(rng), None
-        for _ in range(LAYOUTS):
-            done += 1
+        for layout in range(LAYOUTS):
+            began, result = time.process_time(), {"status": "no per-device program"}
             try:
                 if plan is None:
                     plan = run.planned(case, overlap=case.overlap, lowering="shard_map")
@@ -158,30 +173,40 @@ def fuzz(count: int, seed: str, minutes: float) -> None:
                     overlap = rng.choice(("off", "ring"))
                     with run.CONTEXTS[case.calls[0].context]():
                         plan = plan.replan(layout=where, overlap=overlap)
-                if plan is None:
-                    found["no per-device program"] += 1
-                else:
-                    prove(case, plan)
+                if plan is not None:
+                    result = prove(case, plan)
             except Exception as e:
-                found[f"no plan, or none that is lowered: {type(e).__name__}"] += 1
+                result = {"status": f"no plan, or none that is lowered: {type(e).__name__}"}
                 if not isinstance(e, mp.errors.MeshparError | Skip):
-                    print(f"case {done}: {e!r}"[:300], file=sys.stderr, flush=True)
-        if k % 25 == 24:
+                    print(f"program {k}, layout {layout}: {e!r}"[:300], file=sys.stderr, flush=True)
+            result |= {"program": k, "layout": layout, "seconds": round(time.process_time() - began, 3)}
+            found[k, layout] = result
+            append(log, result)
+        if k // part[1] % CACHED_PROGRAMS == CACHED_PROGRAMS - 1:
             jax.clear_caches()
-            print(done, dict(found), f"{time.process_time():.0f} s", file=sys.stderr, flush=True)
-    table = Table("random programs", "number", title=f"seed {seed}, {done} programs")
-    for name, n in found.most_common():
+    causes, programs_of = collections.Counter[str](), collections.Counter[str]()
+    counts = collections.Counter(r["status"] for r in found.values())
+    for r in found.values():
+        causes.update(r.get("causes", {}))
+        programs_of.update(list(r.get("causes", {})))
+        counts["a claim of the plan does not hold"] += bool(r.get("claims"))
+        counts["an internal error in a lemma"] += bool(r.get("errors"))
+    seconds = sum(r["seconds"] for r in found.values())
+    table = Table("random programs", "number", title=f"seed {seed}, {len(found)} programs, {seconds:.0f} CPU seconds")
+    for name, n in counts.most_common():
         table.add_row(name, str(n))
-    for text, n in causes.most_common(12):
-        print(f"{n:5} {text}", file=sys.stderr)
+    table = Table("cause", "equations", "programs", title="not proven")
+    for text, n in causes.most_common():
+        table.add_row(text, str(n), str(programs_of[text]))
 
 
-def faulty(count: int, seed: str) -> None:
-    """Prove programs with a fault."""
+def faulty(count: int, seed: str, minutes: float, log: Path | None) -> None:
+    """Prove programs with a fault; one line of the log for each."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
     from faults import faults
 
-    made = []
+    made, end = [], time.monotonic() + 60 * minutes
+    done = {(r["program"], r["fault"]): r["status"] for r in logged(log)}
     for name, make in proof_programs.programs():
         plan = make()
         written, program = plan.program.traced.written, proof_programs.lowered(plan)
@@ -196,18 +221,22 @@ def faulty(count: int, seed: str) -> None:
         count -= len(chosen)
         counts: collections.Counter[str] = collections.Counter()
         args = proof_programs.arguments(program)
-        wanted = proof_programs.run(program, args)
+        wanted = None
         for fault, other in chosen:
-            proof = prove_program(written, other)
-            status = proof.status
-            for error in proof.errors:
-                print(name, error, file=sys.stderr)
-            if status == "proven":
-                status = "same" if proof_programs.equal(proof_programs.run(other, args), wanted) else "other"
-                print(name, status, fault, file=sys.stderr)
-            counts[status] += 1
+            status = done.get((name, fault))
+            if status is None and time.monotonic() < end:
+                proof = prove_program(written, other)
+                status = proof.status
+                for error in proof.errors:
+                    print(name, error, file=sys.stderr)
+                if status == "proven":
+                    wanted = wanted or proof_programs.run(program, args)
+                    status = "same" if proof_programs.equal(proof_programs.run(other, args), wanted) else "other"
+                    print(name, status, fault, file=sys.stderr)
+                append(log, {"program": name, "fault": fault, "status": status})
+            counts[status or "not run"] += 1
         outcomes = ("refused", "not verified", "same", "other")
-        table.add_row(name, str(counts.total()), *(str(counts[s]) for s in outcomes))
+        table.add_row(name, str(counts.total() - counts["not run"]), *(str(counts[s]) for s in outcomes))
 
 
 def main() -> None:
@@ -217,13 +246,20 @@ def main() -> None:
     parser.add_argument("--faults", type=int, metavar="N", help="programs with a fault in place of the steps")
     parser.add_argument("--seed", default="0")
     parser.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin no more random programs after so long"
+        "--minutes", type=float, default=float("inf"), help="begin no more random programs or faults after so long"
     )
+    parser.add_argument(
+        "--log", type=Path, help="file of the results of random programs or faults; those in it do not run again"
+    )
+    parser.add_argument("--part", type=lambda p: [int(n) for n in p.split("/")], default=[0, 1], metavar="K/N",
+                        help="the K-th of every N random programs, to run several processes")  # fmt: skip
     args = parser.parse_args()
     mp.virtual_devices(8)
     warnings.simplefilter("ignore")
     if args.fuzz or args.faults:
-        return fuzz(args.fuzz, args.seed, args.minutes) if args.fuzz else faulty(args.faults, args.seed)
+        if args.faults:
+            return faulty(args.faults, args.seed, args.minutes, args.log)
+        return fuzz(args.fuzz, args.seed, args.minutes, (args.part[0], args.part[1]), args.log)
     only = args.only
     head = "step", "results", "ops", "rewritten: results", "ops", "claims", "seconds"
     table = Table(*head, title=f"jax {jax.__version__}")

@@ -713,11 +713,52 @@ def _no_debug(jaxpr: Jaxpr) -> Any:
 def without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The jaxpr without equations, also in loops and calls, whose results are not read; without such equations the same object.
 
-    XLA removes them as well. Arguments and results do not change; equations with effects stay.
+    XLA removes them as well. Arguments and results do not change; equations with effects stay. Nothing is read for an array
+    without elements, which is a constant.
     """
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    pruned = _without_unread_operands(closed.jaxpr)
+    jaxpr, _ = partial_eval.dce_jaxpr(pruned, [True] * len(pruned.outvars), instantiate=True)
     live = ClosedJaxpr(jaxpr, closed.consts)
-    return closed if number_of_equations(live) == number_of_equations(closed) else live
+    return closed if pruned is closed.jaxpr and number_of_equations(live) == number_of_equations(closed) else live
+
+
+def _without_unread_operands(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with fewer operands of equations of which JAX has no rule that drops them: constants that no carry of a ``while``
+    depends on, and operands of arrays without elements. Without such equations the same object."""
+
+    def of_equation(eqn: JaxprEqn) -> JaxprEqn:
+        name, avals = eqn.primitive.name, [aval_of(v) for v in eqn.outvars]
+        if eqn.effects or name == "pallas_call":
+            return eqn
+        extended = any(jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) for a in avals)
+        if eqn.invars and len(avals) == 1 and 0 in avals[0].shape and not extended and name != "broadcast_in_dim":
+            zeros = jax.make_jaxpr(lambda: jax.lax.full(avals[0].shape, 0, avals[0].dtype))().eqns[-1]
+            return eqn.replace(primitive=zeros.primitive, params=zeros.params, invars=zeros.invars)
+        olds = [body for body, _ in bodies_of(eqn)]
+        news = list(map(_without_unread_operands, olds))
+        if any(new is not old for new, old in zip(news, olds, strict=True)):
+            eqn = replace_body(eqn, news)
+        return _without_unread_constants(eqn) if name == "while" else eqn
+
+    eqns = list(map(of_equation, jaxpr.eqns))
+    return jaxpr if all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)) else jaxpr.replace(eqns=eqns)
+
+
+def _without_unread_constants(eqn: JaxprEqn) -> JaxprEqn:
+    """A ``while`` without the constants that neither a carry nor the condition depends on."""
+    p, bodies, parts, counts, kept, first = eqn.params, [body for body, _ in bodies_of(eqn)], [], [], [], 0
+    for body, count in zip(bodies, (p["cond_nconsts"], p["body_nconsts"]), strict=True):
+        keep = [False] * count + [True] * (len(body.invars) - count)
+        part, used = partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=keep)
+        parts.append(part)
+        counts.append(sum(used[:count]))
+        kept += [v for v, u in zip(eqn.invars[first : first + count], used, strict=False) if u]
+        first += count
+    if all(len(part.eqns) == len(body.eqns) for part, body in zip(parts, bodies, strict=True)) and len(kept) == first:
+        return eqn
+    pruned = replace_body(eqn, parts)
+    params = {**pruned.params, "cond_nconsts": counts[0], "body_nconsts": counts[1]}
+    return pruned.replace(params=params, invars=[*kept, *eqn.invars[first:]])
 
 
 def on_platform(closed: ClosedJaxpr, platform: str) -> ClosedJaxpr:

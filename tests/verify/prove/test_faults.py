@@ -171,6 +171,22 @@ def test_a_ring_in_a_loop_of_unknown_length_counts_all_its_steps():
     assert claims_hold(plan)
 
 
+def test_values_that_only_dead_code_reads_have_no_collectives():
+    def in_a_loop(x, w, n):
+        y = x @ w
+        return jax.lax.fori_loop(0, n, lambda _, x: (x * 2, jnp.tanh(y))[0], x)
+
+    def without_elements(x, w, n):
+        return jax.lax.pad(jnp.tanh(x @ w)[:0], x[0, 0] * n, ((8, 0, 0), (0, 0, 0)))
+
+    args, dims = (S((8, 64), jnp.float32), S((64, 64), jnp.float32), S((), jnp.int32)), {"x": "_ embed", "w": "embed _"}
+    where = {"mesh": mp.mesh("data=2, model=4"), "layout": "embed: model", "dims": dims, "lowering": "shard_map"}
+    for step, count in ((in_a_loop, 0), (without_elements, 1)):  # of x[0, 0]
+        plan = mp.plan(step, *args, **where)
+        assert len(plan.collectives) == count
+        assert claims_hold(plan)
+
+
 def test_a_ring_has_the_bytes_of_the_collective_that_it_replaces():
     named = DIMS | {"x": "batch seq embed"}
     where = {"mesh": mp.mesh("data=2, model=4"), "layout": "batch: data; seq: model; mlp: model", "dims": named}

@@ -297,6 +297,17 @@ CASES = {
         lambda total, row, x: add_row(total, row, jnp.argmax(x, 1), x[:, 0] < 9),
         [P(None, "data"), P("data"), P("data")], P(None, "data"), [(3, 4, 2), (4, 2), (4, 3)], P("data"),
     ),
+    "a sum of rows of one device": (
+        lambda x: x[:2, None].sum((0, 1)), lambda x: psum(jnp.where(lax.axis_index("data") == 0, x, 0.0)[:, None].sum((0, 1))),
+        [P("data")], P(), [(8, 4)], P("data"),
+    ),
+    "updates that are subtracted": (
+        lambda x, y: x.at[1].add(-y) - jnp.zeros_like(x).at[0].subtract(y), None, [P(None, "data"), P("data")], P(None, "data"),
+        [(3, 8), (8,)], P("data"),
+    ),
+    "windows of products": (
+        lambda x: lax.reduce_window(x, 1.0, lax.mul, (1, 2), (1, 1), "VALID"), None, [P("data")], P("data"), [(8, 5)], P(),
+    ),
     "scan": (scan_of, lambda x, w: scan_of(x, w, psum), [P(None, "data"), P("data")], P(), [(5, 8), (8, 6)], P("data")),
 }  # fmt: skip
 WRONG = {
@@ -512,7 +523,40 @@ def two_kernels(x):
         return times(x) - times(x, by=3.0)
 
 
+def pad_rows(x):
+    return lax.pad(x, np.float32(0), ((1, 1, 0), (0, 0, 0)))
+
+
+def pad_columns(x):
+    return lax.pad(x, np.float32(5), ((0, 0, 0), (0, 1, 1)))
+
+
+def back(x):
+    """The rows, twice in the opposite order."""
+    return lax.rev(lax.rev(x, (0,)), (0,))
+
+
+def half_of(x, number):
+    """The device's rows of an array with a row of a number before and after it."""
+    padded = lax.pad(x, np.float32(number), ((1, 1, 0), *[(0, 0, 0)] * (x.ndim - 1)))
+    return lax.dynamic_slice_in_dim(padded, lax.axis_index("model") * 4, 4, 0)
+
+
+def halves(x, w):
+    """The matmuls of two blocks, and of the two others."""
+    me, parts = lax.axis_index("data"), []
+    for k in range(4):
+        parts.append(x.T @ lax.dynamic_slice_in_dim(w, (me + 4 - k) % 4 * x.shape[0], x.shape[0], 0))
+        x = send(x, [*UP, (3, 0)])
+    return parts[0] + parts[1], parts[2] + parts[3]
+
+
+def rows_at(x, index):
+    return lax.gather(x, index, lax.GatherDimensionNumbers((), (0,), (0,)), (1,), mode="promise_in_bounds")
+
+
 BYTES = jnp.full((8, 4), 60, jnp.int8)
+ROTATED = np.array([3, 1, 4, 1, 5, 0, 2, 6], np.int32)[:, None]
 LARGE = np.array([3, 5005, 0, 9], np.int32)
 FAR = np.array([64, 2000, 200000, 10 - 2**31], np.int32)
 SIGNS = jnp.asarray(RNG.permutation(np.arange(-16, 16)).reshape(8, 4), jnp.float32)
@@ -619,6 +663,51 @@ EDGES = {
         [P(("model", "data"))], P(("model", "data")), [(8, 4)],
     ),
     "another kernel of the same name": (two_kernels, two_kernels, [P("data")], P("data"), [(8, 4)]),
+    "a sum of a diagonal": (
+        lambda x, y: (x[:, None] * y).sum(), lambda x, y: psum((x[:, None] * y).sum()), [P("data"), P("data")], P(), [(8,), (8,)],
+    ),
+    "a contraction of a diagonal": (
+        lambda x, y, w: jnp.einsum("ij,ij->", x[:, None] * y, w),
+        lambda x, y, w: psum(jnp.einsum("ij,ij->", x[:, None] * y, of_rows(of_rows(w).T))), [P("data"), P("data"), P()], P(),
+        [(8,), (8,), (8, 8)],
+    ),
+    "a scatter of a diagonal": (
+        lambda x, y: jnp.zeros(2).at[jnp.zeros((8, 8), int)].add(x[:, None] * y),
+        lambda x, y: psum(jnp.zeros(2).at[jnp.zeros((2, 2), int)].add(x[:, None] * y)), [P("data"), P("data")], P(), [(8,), (8,)],
+    ),
+    "a partial element among numbers": (
+        lambda x: lax.pad(x.sum(0, keepdims=True), np.float32(5), ((1, 1, 0),)),
+        lambda x: psum(jnp.where(jnp.arange(3) == 1, x.sum(0, keepdims=True), jnp.full(3, 5.0))), [P("data")], P(), [(8,)],
+    ),
+    "two numbers at a corner": (
+        lambda x: pad_rows(pad_columns(x)),
+        lambda x: back(pad_columns(lax.dynamic_slice_in_dim(pad_rows(x), lax.axis_index("model"), 3, 0))),
+        [P("model", "data")], P("model", "data"), [(4, 8)],
+    ),
+    "rows at indices of another device": (
+        lambda x: rows_at(x, ROTATED), lambda x: rows_at(x, send(of_rows(jnp.asarray(ROTATED)), [*UP, (3, 0)])), [P()], P("data"),
+        [(8,)],
+    ),
+    "the sign of zeros outside": (
+        lambda x: 1 / lax.pad(-x, np.float32(0), ((1, 1, 0),)),
+        lambda x: 1 / back(-half_of(x, 0)),
+        [P()], P("model"), [(6,)],
+    ),
+    "a sum of numbers outside": (
+        lambda x: lax.pad(x.sum(1), np.float32(5), ((1, 1, 0),)), lambda x: back(half_of(x, 5).sum(1)), [P()], P("model"), [(6, 3)],
+    ),
+    "extrema of incomplete sums": (
+        lambda x, w: jnp.max(x.T @ w, 1), lambda x, w: sum(jnp.max(b, 1) for b in halves(x, w)), [P("data"), P()], P(),
+        [(8, 3), SIGNS],
+    ),
+    "an element among numbers at a corner": (
+        lambda x: lax.pad(lax.pad(x, np.float32(0), ((0, 0, 0), (1, 1, 0))), np.float32(5), ((1, 1, 0), (0, 0, 0))),
+        lambda x: back(jnp.where(lax.broadcasted_iota(np.int32, (4, 3), 1) == 1, half_of(x, 5), np.float32(0))), [P()], P("model"),
+        [(6, 1)],
+    ),
+    "the sign of a zero": (lambda x: x / -jnp.zeros(4), lambda x: x / jnp.zeros(4), [P()], P(), [(4,)]),
+    "a multiple by -0.0": (lambda x: 1 / (x * -0.0), lambda x: 1 / (x * 0.0), [P()], P(), [(4,)]),
+    "a multiple by 0 and -1": (lambda x: 1 / ((x * 0.0) * -1), lambda x: 1 / (x * 0.0), [P()], P(), [(4,)]),
     "-0.0 in a constant": (lambda x: x / jnp.zeros(4), lambda x: x / np.array([0.0, -0.0] * 2, np.float32), [P()], P(), [(4,)]),
 }  # fmt: skip
 """Programs that are wrong at an edge of a lemma: (function, local form, specs, shapes or arrays of the arguments)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,23 +23,31 @@ ALL = -1
 """The bits of an element that is complete."""
 MAX_BITS = 62
 OF_FRAGMENTS = frozenset(
-    "slice split rev reduce_sum reduce_max reduce_min gather dynamic_slice dynamic_update_slice concatenate pad transpose "
-    "ppermute all_gather all_to_all dot_general conv_general_dilated reduce_window_max reduce_window_min reduce_window_sum "
-    "select_and_scatter_add".split()
+    "broadcast_in_dim slice split rev reduce_sum reduce_max reduce_min gather dynamic_slice dynamic_update_slice concatenate pad "
+    "transpose ppermute all_gather all_to_all dot_general conv_general_dilated reduce_window_max reduce_window_min "
+    "reduce_window_sum select_and_scatter_add".split()
 )
 """Primitives whose lemmas take operands in fragments, besides elementwise ops."""
 ZEROS = ("0.0", "-0.0", "0", "False")
 
 
-def require_zeros_outside(x: Rel, by: str) -> None:
-    """Require that fragments are 0 outside of the array, so that a multiple or a cast of them is one of the array."""
-    fills = [s.fill for s in x.spec if isinstance(s, Fragments) and s.fill is not None]
-    require(all(f[1] in ZEROS for f in fills), f"{by} of numbers outside of an array")
+def map_elements(ctx: Context, x: Rel, fn: Callable[[Term], Term]) -> Rel:
+    """A function of each element, also of the numbers outside of the array."""
+
+    def of(entry: Any) -> Any:
+        if not isinstance(entry, Fragments) or entry.fill is None or entry.fill[0] == "empty":
+            return entry
+        number = fn(ctx.terms.make(*entry.fill, (), (), x.term.dtype))
+        require(number.op == "literal", "a function of numbers outside of an array")
+        return replace(entry, fill=(number.op, number.params))
+
+    return replace(x, term=fn(x.term), spec=tuple(map(of, x.spec)))
 
 
 def without_dim(x: Rel, d: int) -> tuple[Any, ...]:
     """The relation, except one dim."""
-    return x.term, x.partial, x.kind, x.origin, x.spec[:d], x.spec[d + 1 :], x.shape[:d], x.shape[d + 1 :]
+    source = 0 if x.kind in ("sum", "one") else x.source  # of whose elements others may be functions
+    return x.term, x.partial, x.kind, source, x.origin, x.spec[:d], x.spec[d + 1 :], x.shape[:d], x.shape[d + 1 :]
 
 
 def in_mesh_order(ctx: Context, *axes: Iterable[str]) -> tuple[str, ...]:
@@ -87,12 +95,15 @@ def with_table(
 ) -> Rel:
     """``x`` with the elements of a table along a dim: as a block, or a slice that all devices have, if they are one."""
     index, n, total = table[..., 0], table.shape[1], x.term.shape[d]
+    others = {s.fill for k, s in enumerate(x.spec) if k != d and isinstance(s, Fragments)} - {None}
+    require(fill is None or others <= {fill}, "fragments along several dims, with several numbers outside of the array")
     first = order_of(ctx, axes, index[:, 0], n) if n and (np.diff(index, axis=1) == 1).all() else None
     block = first[0] if first is not None and not first[1] and n * ctx.size(first[0]) == total else None
     padded = x.term.op == "pad" and (block is None or not ctx.terms.is_known(x.term))
     if padded and fill is None and origin is None:  # a window of a padded array
         inner, value = x.term.args
-        if [k for k, _ in x.term.params] == [d] and value.op == "literal" and inner.shape[d] > 1:
+        own = [k for k, _ in x.term.params] == [d] and others <= {(value.op, value.params)}
+        if own and value.op == "literal" and inner.shape[d] > 1:
             index = positions(x.term, table[..., 0])
             table = np.where(index[..., None] >= 0, np.stack([index, table[..., 1]], -1), -1)
             return with_table(ctx, replace(x, term=inner), d, axes, table, (value.op, value.params))

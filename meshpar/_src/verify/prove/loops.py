@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .relation import Cause, Context, Known, Rel, Unverified, require
+from .relation import Cause, Context, Known, Rel, Unverified, mapped, require
 from .term import Term, is_zero
 
 MAX_ROUNDS = 12
@@ -170,6 +170,9 @@ def invariants(
             raise Unverified(text)
         return guess
 
+    inits = mapped(
+        lambda r: Rel(r.term, r.shape, r.spec, r.partial, r.kind), inits
+    )  # each device has other parts afterwards
     guesses = list(inits)
     for k, r in enumerate(inits):
         if isinstance(r, Rel):

@@ -249,6 +249,14 @@ def require(condition: bool, reason: str, refused: bool = False) -> None:
         raise Unverified(reason, refused)
 
 
+def axes_of_dims(specs: Iterable[Iterable[str]]) -> frozenset[str]:
+    """The axes over which dims are sharded that an op reduces together. If two of them are sharded over one axis, devices have
+    blocks on a diagonal, whose sum is not that of the array."""
+    axes = [a for spec in specs for a in spec]
+    require(len(set(axes)) == len(axes), "a reduction along several dims that are sharded over one axis")
+    return frozenset(axes)
+
+
 def out_shape(eqn: JaxprEqn) -> tuple[int, ...]:
     return tuple(aval_of(eqn.outvars[0]).shape)
 

@@ -186,13 +186,14 @@ class Terms:
         """A number times ``x``, exact in the reals."""
         if by == 1:
             return x
-        if x.op == "scale":
+        if x.op == "scale" and x.params:
             return self.scale(x.args[0], x.params * by)
         number = number_of(x)
         if number is not None and is_float(x.dtype) and math.isfinite(number):
             value = Fraction(number) * by
             if abs(value) < 1 << 1023:
-                return self.literal(float(value), x.dtype, len(x.shape))
+                sign = number if by >= 0 else -number  # also of 0.0
+                return self.literal(math.copysign(float(value), sign), x.dtype, len(x.shape))
         return x if number == 0 else self.pointwise("scale", by, (x,), x.shape, x.dtype)
 
     def add(self, x: Term, y: Term) -> Term:

@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from ..fragments import contraction_blocks, element_table, in_mesh_order, sum_over_blocks
 from ..laws import act, one_partial
-from ..relation import Context, Fragments, Rel, Unverified, out_dtype, out_shape, require
+from ..relation import Context, Fragments, Rel, Unverified, axes_of_dims, out_dtype, out_shape, require
 from ..term import Term, frozen
 from ..windows import block_of_windows, candidates, reads
 from .table import lemma
@@ -33,7 +33,7 @@ def product(
         if x.term.shape[i] == y.term.shape[j] == 1:  # the sum depends on the size
             x, y = ctx.expanded(x, [i]), ctx.expanded(y, [j])
     split = [(i, j) for i, j in pairs if x.spec[i]]
-    over = frozenset(a for i, j in pairs for s in (x.spec[i], y.spec[j]) for a in s)
+    over = axes_of_dims(x.spec[i] or y.spec[j] for i, j in pairs)
     some = one_partial(rels, eqn.primitive.name)
     own = some.partial if some else frozenset()
     require(not own & over, "a sum over axes that an operand is partial over", refused=True)
@@ -122,7 +122,7 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     (batch, feature, *_), out = numbers.lhs_spec, numbers.rhs_spec[0]
     for d, label, key in ((feature, "i", "feature_group_count"), (batch, "b", "batch_group_count")):
         axes = x.spec[d]
-        if axes and axes == y.spec[out] and not split:  # blocks of groups
+        if axes and axes == y.spec[out] and not split and not x.fragmented:  # blocks of groups
             full = shown | {"dimension_numbers": str(numbers), key: p[key] * ctx.size(axes)}
             flat = [x.placed({d: ()}), y.placed({out: ()})]
             own = how | {"unsharded": [*window, label], "params": frozen(full)}
@@ -133,21 +133,21 @@ def convolution(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         return product(ctx, eqn, rels, pairs, **how)
     for term, found in candidates(ctx, eqn.primitive.name, dict(params), [x.term, y.term], [k for k, _ in split]):
         specs: dict[int, tuple[str, ...]] = {}
-        partial: set[str] = set()
+        taps: list[tuple[str, ...]] = []
         for k, (i, j, o) in split:
             local = reads(p, k, x.shape[i], out_shape(eqn)[o], y.shape[j])
             full = reads(found, k, x.term.shape[i], term.shape[o], y.term.shape[j])
             own = in_mesh_order(ctx, x.spec[i], y.spec[j])
             blocks = isinstance(y.spec[j], tuple)
-            taps = element_table(ctx, y, j, own)[..., 0] if blocks and y.spec[j] else None
-            order = block_of_windows(ctx, x, i, local, full, ("0.0", "0"), taps)
-            if order is None or not blocks or (taps is not None and (order or set(own) != set(x.spec[i]))):
+            some = element_table(ctx, y, j, own)[..., 0] if blocks and y.spec[j] else None
+            order = block_of_windows(ctx, x, i, local, full, ("0.0", "0"), some)
+            if order is None or not blocks or (some is not None and (order or set(own) != set(x.spec[i]))):
                 break
             specs[o] = order
-            partial |= set(y.spec[j])
+            taps.append(y.spec[j])
         else:
             flat = [r.placed({dims[side]: () for _, dims in split}) for side, r in enumerate(rels)]
             (result,) = product(ctx, eqn, flat, pairs, **how, term=lambda x, y, term=term: term)
             require(not any(result.spec[o] for o in specs), "sums over blocks of features, of windows that are blocks")
-            return [replace(result.placed(specs), partial=result.partial | partial)]
+            return [replace(result.placed(specs), partial=axes_of_dims([*taps, result.partial]))]
     raise Unverified("a convolution of blocks or fragments, whose windows are not those of one as written")

@@ -16,9 +16,9 @@ from ..fragments import (
     add_incomplete_sums,
     fill_of,
     known_pads,
+    map_elements,
     mask_fragments,
     of_chosen_device,
-    require_zeros_outside,
 )
 from ..laws import act, not_partial, one_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
@@ -141,6 +141,8 @@ def one_element(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
     dims = [d for d, n in enumerate(mask.term.shape) if n != 1]
     if value is None or more or at.op != "iota" or mask.term.axes or len(dims) != 1 or yes.term.shape[dims[0]] != 1:
         return None
+    if yes.fragmented or (yes.partial and not is_zero(no.term)):  # devices would add the numbers
+        return None
     (d,), term = dims, yes.term
     (chosen,) = np.nonzero(evaluate(ctx, (), [mask.term], at, np.arange(mask.term.shape[d]))[0][0])
     for padded in known_pads(ctx, term, value, d):
@@ -163,7 +165,7 @@ def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
         for d in own or padded:
             if len(own) > 1 or any(n != 1 and k != d for k, n in enumerate(mask.term.shape)):
                 continue
-            if mask.term.op == "array" and x.fragmented:  # each device has its block of it
+            if mask.term.op == "array" and x.fragmented and not mask.fragmented:  # each device has its block of it
                 axes, keep = mask.spec[d], constant(mask.term).reshape(-1, x.shape[d])
             elif not mask.sharded and all(t.op == "iota" and t.shape[d] != 1 for t in at):
                 axes = axes_of(ctx, mask.term)
@@ -180,7 +182,7 @@ def outside(ctx: Context, mask: Rel, no: Rel, yes: Rel) -> Rel | None:
 def mul(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """(Σ x) y = Σ (x y), of which at most one is partial. A product with a number is a scale."""
     for x, y in (rels, rels[::-1]):
-        if x.number is not None and np.isfinite(x.number) and not isinstance(x.number, bool):
+        if x.number is not None and np.isfinite(x.number) and x.term.params not in ("True", "False", "-0.0"):
             return scaled(ctx, y, Fraction(x.number))
     return applied(ctx, eqn, rels, one_partial(rels, "a product"))
 
@@ -189,8 +191,7 @@ def scaled(ctx: Context, x: Rel, by: Fraction) -> list[Rel]:
     """A number times a value; a negative number makes a maximum a minimum."""
     scales = not x.partial or x.kind == "sum" or (by > 0 and is_float(x.term.dtype))
     require(scales, "a negative multiple, or one of integers, of a partial extremum")
-    require_zeros_outside(x, "a multiple")
-    return [replace(x, term=ctx.terms.scale(x.term, by))]
+    return [map_elements(ctx, x, lambda t: ctx.terms.scale(t, by))]
 
 
 @elementwise("neg")
@@ -227,13 +228,15 @@ def convert(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         monotone = is_float(target) or (not is_inexact(source) and np.can_cast(source, target))
         reason = "a cast of a partial value that rounds to integers, or of sums that wrap"
         require(linear if x.kind == "sum" else monotone, reason, is_inexact(source))
-    require_zeros_outside(x, "a cast")
     if x.incomplete:  # of an incomplete sum, whose term keeps its dtype
         require(is_float(source) and is_float(target), "a cast of an incomplete sum to integers", refused=True)
         return [x]
-    narrow = narrowed(ctx, x.term, target) if is_float(source) and is_float(target) else x.term
-    term = narrow if ctx.terms.is_known(narrow) and narrow.dtype == target else ctx.terms.convert(x.term, target)
-    return [resolved(ctx, replace(x, term=term), [x])]
+
+    def cast(t: Term) -> Term:
+        narrow = narrowed(ctx, t, target) if is_float(source) and is_float(target) else t
+        return narrow if ctx.terms.is_known(narrow) and narrow.dtype == target else ctx.terms.convert(t, target)
+
+    return [resolved(ctx, map_elements(ctx, x, cast), [x])]
 
 
 def narrowed(ctx: Context, x: Term, dtype: str) -> Term:

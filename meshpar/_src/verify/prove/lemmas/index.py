@@ -15,7 +15,7 @@ from ....compat.jax import aval_of
 from ..device_values import INTEGERS, Rows, axes_of, constant_rows, evaluate, leaves, owned
 from ..fragments import take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
-from ..relation import Context, Rel, out_dtype, out_shape, require
+from ..relation import Context, Rel, axes_of_dims, out_dtype, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced
 from .table import lemma
@@ -159,7 +159,7 @@ def gather(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 def rows_at(ctx: Context, eqn: JaxprEqn, x: Rel, index: Rel) -> Rel | None:
     """Rows of a block at constant indices, of which devices may have other ones."""
     at = constant_rows(index.term, eqn.params["dimension_numbers"], len(x.shape))
-    if at is None or index.spec[1]:
+    if at is None or index.spec[1] or index.fragmented:
         return None
     d, at = eqn.params["dimension_numbers"].start_index_map[0], at.reshape(-1, index.shape[0])
     inside = bool(((at >= 0) & (at < x.shape[d])).all())
@@ -200,7 +200,7 @@ def extremum_of_blocks(ctx: Context, x: Rel, index: Rel, labels: Sequence[Any], 
     return x.of(terms.reshape(found, sizes), x.shape, spec)
 
 
-@lemma("scatter-add", "scatter_add", "scatter", "scatter-mul", "scatter-min", "scatter-max")
+@lemma("scatter-add", "scatter_add", "scatter", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Updates at indices along dims that are not sharded, or at indices relative to the device's block, which drop the others.
     Updates of which each device has some are partial sums, added to 0 or to a partial sum."""
@@ -232,9 +232,12 @@ def scatter(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
         result = replace(at(local, mode), term=value)
     else:
         result = at(local, mode)
-    dims = zip(ins[1] + ins[2], index.spec + update.spec, strict=True)
-    over = update.partial.union(*(axes for label, axes in dims if label not in ins[0]))
+    dims = dict(zip(ins[1] + ins[2], index.spec + update.spec, strict=True))
+    dims |= {label: axes for label, axes in zip(ins[1], index.spec, strict=True) if axes}
+    over = update.partial | axes_of_dims(axes for label, axes in dims.items() if label not in ins[0])
     if over or x.partial:
-        sums = "add" in name and x.kind == update.kind == "sum" and (is_zero(x.term) or x.partial == over)
+        sums = (
+            name.endswith(("add", "sub")) and x.kind == update.kind == "sum" and (is_zero(x.term) or x.partial == over)
+        )
         require(sums and x.partial <= over, f"{name} of updates that devices have parts of")
     return [replace(result, partial=over | x.partial)]

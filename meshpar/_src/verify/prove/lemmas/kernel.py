@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
 from ..laws import ALL, act, axes_text, not_partial
-from ..relation import Context, Rel, require
+from ..relation import Context, Rel, axes_of_dims, require
 from .table import LOCAL_FORM, lemma
 
 
@@ -67,13 +67,13 @@ def on_blocks(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     for k, (dims, aval) in enumerate(zip(notation.outs, outs, strict=True)):
         given = {f for factors in dims for f in factors}
         spec = tuple(tuple(a for f in factors for a in axes.get(f, ())) for factors in dims)
-        partial = {a for f in axes if f not in given and notation.marks[f] in partial_marks for a in axes[f]}
+        partial = axes_of_dims(axes[f] for f in axes if f not in given and notation.marks[f] in partial_marks)
         partial -= {a for own in spec for a in own}  # of two factors: the local form exchanges along one of them
         params = id(written) if k == 0 else (id(written), k)
         term = ctx.terms.make("kernel", params, terms, aval.shape, aval.dtype)
         shape = tuple(n // ctx.size(a) for n, a in zip(aval.shape, spec, strict=True))
         spec = tuple(a if n != 1 else () for a, n in zip(spec, term.shape, strict=True))
-        results.append(Rel(term, shape, spec, frozenset(partial)))
+        results.append(Rel(term, shape, spec, partial))
     # a call has only the results that are read: the ones of these shapes and dtypes
     have = [(tuple(a.shape), str(a.dtype)) for a in map(aval_of, eqn.outvars)]
     fits = [rs for rs in itertools.combinations(results, len(have)) if [(r.shape, r.term.dtype) for r in rs] == have]

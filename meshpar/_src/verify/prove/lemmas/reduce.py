@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
 from ..laws import act, not_partial, partial_of
-from ..relation import Context, Fragments, Rel, Unverified, out_dtype, out_shape, require
+from ..relation import Context, Fragments, Rel, Unverified, axes_of_dims, out_dtype, out_shape, require
 from ..term import frozen, table_of
 from ..windows import block_of_windows, candidates, reads, scattered
 from .table import lemma
@@ -37,12 +37,15 @@ def reduction(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
 
 def reduced_along(ctx: Context, x: Rel, axes: Sequence[int], name: str, aval: Any) -> Rel:
     """A reduction along dims, whose result has a shape and a dtype."""
-    kind, term, over = KINDS[name], x.term, frozenset(a for d in axes for a in x.spec[d])
+    kind, term, over = KINDS[name], x.term, axes_of_dims(x.spec[d] for d in axes)
     for d in axes:
         if isinstance(entry := x.spec[d], Fragments):
             term = ctx.terms.take(term, d, elements_once(entry, NEUTRAL_OF.get(kind, ()), kind != "sum"))
         elif term.op == "take" and term.params[0] == d:  # in any order
             term = ctx.terms.take(term.args[0], d, np.sort(table_of(term)))
+    kept = [s for d, s in enumerate(x.spec) if d not in axes and isinstance(s, Fragments) and not s.complete]
+    linear = kind == "sum" and all(s.zero_outside or s.fill is None for s in kept)  # also of incomplete sums
+    require(not kept or linear, f"{name} of numbers outside of an array, or an extremum of incomplete sums")
     if name in ("reduce_or", "reduce_and") and str(aval.dtype) != "bool":
         kind = name.removeprefix("reduce_")  # of the bits of integers, which no extremum reduces
     require(not x.partial or x.kind == kind, f"{name} of a partial {x.kind}", refused=True)
@@ -100,7 +103,7 @@ def along(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     return act(ctx, eqn, rels, outs=[keep], unsharded=axes, params=axes)
 
 
-@lemma("reduce_window_max", "reduce_window_min", "reduce_window_sum", "select_and_scatter_add", "select_and_gather_add")
+@lemma(*NEUTRAL, "reduce_window", "select_and_gather_add")
 def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     """Reductions of windows, and their gradients: along dims whose window has more than one element, which are not sharded, or
     whose fragments have a block of the windows."""
@@ -110,8 +113,8 @@ def window(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     sizes = [p[key] for key in ("window_dimensions", "window_strides", "base_dilation") if key in p]
     windows = [*zip(*sizes, strict=True)]
     unsharded = [d for d, pad in enumerate(p["padding"]) if set(windows[d]) != {1} or tuple(pad) != (0, 0)]
-    split = [d for d in unsharded if any(r.spec[d] for r in rels)]
-    if not split or name == "select_and_gather_add":
+    split = [d for d in unsharded if any(r.spec[d] for r in rels if r.shape)]
+    if not split or name not in NEUTRAL:
         return act(ctx, eqn, rels, unsharded=unsharded, params=frozen(p))
     x, result, scatters = rels[-1], out_shape(eqn), name == "select_and_scatter_add"
     flat, neutral = [r.placed(dict.fromkeys(split, ())) for r in rels], NEUTRAL[name]

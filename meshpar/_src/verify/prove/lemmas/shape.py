@@ -41,7 +41,7 @@ def broadcast(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     x, shape = rels[0], out_shape(eqn)
     dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
     require(dims == sorted(dims), "a broadcast that transposes")
-    if math.prod(shape) == math.prod(x.shape):
+    if math.prod(shape) == math.prod(x.shape) and not x.fragmented:
         return [reshaped(ctx, x, shape)]
     sizes = [1] * len(shape)
     spec: list[tuple[str, ...]] = [()] * len(shape)
