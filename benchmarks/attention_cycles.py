@@ -62,7 +62,7 @@ def program(strategy: str, implementation: str, chip: str) -> tuple[Any, list[An
     from jax.sharding import PartitionSpec as P
 
     from meshpar_kernels import ContextParallel, ring_attention
-    from meshpar_kernels.shapes import ATTENTION
+    from meshpar_kernels.published_model_shapes import ATTENTION
 
     s = ATTENTION["llama3-8b-128k"]
     alone = strategy == "local"

@@ -50,8 +50,8 @@ from tasks import PATHS, Outcome, Outcomes, Task, read
 
 from meshpar_kernels import tuning_table
 from meshpar_kernels.config import Config
+from meshpar_kernels.grouped_matmul.tuner import MARGIN
 from meshpar_kernels.isolation import WorkerError
-from meshpar_kernels.tuner import MARGIN
 from meshpar_kernels.tuning_table import MatmulKey
 
 OURS = "meshpar"

@@ -12,10 +12,10 @@ import numpy as np
 
 from meshpar_kernels import grouped_matmul, grouped_matmul_transpose, ring_attention, scaled_grouped_matmul
 from meshpar_kernels.config import Config
+from meshpar_kernels.published_model_shapes import MATMULS, MODELS, AttentionShape
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference, tpu_gather
 from meshpar_kernels.routing import tpu as routing_tpu
-from meshpar_kernels.shapes import MATMULS, MODELS, AttentionShape
 from meshpar_kernels.tuning_table import MatmulKey
 
 TOKENS = 8192

@@ -31,7 +31,7 @@ import meshpar as mp
 import mixtral
 import resnet
 from meshpar.layers import MoEExecution, moe
-from meshpar_kernels.shapes import MODELS
+from meshpar_kernels.published_model_shapes import MODELS
 
 MESH, LAYOUT = "data=1, model=1", "batch?: data; mlp?, heads?, vocab?, expert?: model"
 PLAIN, TRACED = "jax.jit", "trace"

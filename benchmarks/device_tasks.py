@@ -7,7 +7,7 @@ A request names its `kind`:
 - `compile`, `time`: compile, or compile and time, one implementation of one case of `device_cases.py`.
 - `step`: run one variant of a whole step of `device_steps.py`.
 - `time_nvlink`: the same for a case of `nvlink_cases.py`.
-- `configs`, `tune`: the configurations of one matmul (`meshpar_kernels.tuner`), and error and time of one of them.
+- `configs`, `tune`: the configurations of one matmul (`meshpar_kernels.grouped_matmul.tuner`), and error and time of one of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar_kernels import tuner
+from meshpar_kernels.grouped_matmul import tuner
 from meshpar_kernels.timing import device_seconds
 from meshpar_kernels.tuning_table import MatmulKey
 

@@ -39,9 +39,9 @@ def compile_matmuls(chip: str, kind: str, sizes: list[int]) -> None:
     from jax.experimental import topologies
     from jax.experimental.pallas import tpu as pltpu
 
-    from meshpar_kernels._arithmetic import dot
-    from meshpar_kernels.grouped_matmul import tpu_tiles
-    from meshpar_kernels.grouped_matmul.tpu_blocks import row_mask
+    from meshpar_kernels._numerics import dot
+    from meshpar_kernels.grouped_matmul import tpu_tile_sizes as tpu_tiles
+    from meshpar_kernels.grouped_matmul.tpu_tile_matmul import row_mask
 
     def kernel(size, where, left, right, out):
         first = pl.multiple_of(where[0] * tpu_tiles.pack(2), tpu_tiles.pack(2)) if size < TILE else 0
@@ -117,8 +117,8 @@ def main() -> None:
         compile_matmuls(arguments.one[0], arguments.one[1], json.loads(arguments.one[2]))
         return
     from meshpar_kernels.grouped_matmul import schedule
-    from meshpar_kernels.grouped_matmul.tpu_tiles import ROW_CHUNKS
-    from meshpar_kernels.shapes import MATMULS
+    from meshpar_kernels.grouped_matmul.tpu_tile_sizes import ROW_CHUNKS
+    from meshpar_kernels.published_model_shapes import MATMULS
 
     cost = {}
     sizes = [*ROW_CHUNKS, TILE]

@@ -58,7 +58,7 @@ ENVIRONMENT = {
 
 def cases() -> list[tuple[str, str]]:
     """(kernel, shape) of every row of the table."""
-    from meshpar_kernels.shapes import ATTENTION, FUSED, MATMULS
+    from meshpar_kernels.published_model_shapes import ATTENTION, FUSED, MATMULS
 
     matmul = ["forward", "d lhs", "d rhs"]
     baselines = ["ragged_dot", "ragged_dot d lhs", "ragged_dot d rhs"]
@@ -89,8 +89,8 @@ def build(kernel: str, shape: str):
     import jax.numpy as jnp
 
     from meshpar_kernels import combine, grouped_matmul, permute, route
+    from meshpar_kernels.published_model_shapes import MATMULS, MODELS
     from meshpar_kernels.routing import tpu_gather
-    from meshpar_kernels.shapes import MATMULS, MODELS
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
     if shape in MATMULS:
@@ -199,7 +199,7 @@ def build_shared(kernel: str, shape: str):
     import jax.numpy as jnp
 
     from meshpar_kernels import collective_matmul, collectives, exchange
-    from meshpar_kernels.shapes import FUSED, MODELS
+    from meshpar_kernels.published_model_shapes import FUSED, MODELS
 
     bf16, f32 = jnp.bfloat16, jnp.float32
     if shape in MODELS:
@@ -256,7 +256,7 @@ def build_exchange(kernel: str, model: str):
     import jax.numpy as jnp
 
     from meshpar_kernels import expert_combine, expert_dispatch, ragged_all_to_all
-    from meshpar_kernels.shapes import MODELS
+    from meshpar_kernels.published_model_shapes import MODELS
 
     bf16, i32 = jnp.bfloat16, jnp.int32
     m = MODELS[model]
@@ -329,7 +329,7 @@ def compile_one(kernel: str, shape: str, chip: str) -> dict:
     import jax
     from jax.experimental import topologies
 
-    from meshpar_kernels.shapes import ATTENTION
+    from meshpar_kernels.published_model_shapes import ATTENTION
 
     if shape in ATTENTION:
         return compile_attention(kernel, shape, chip)
@@ -358,7 +358,7 @@ def compile_attention(kernel: str, shape: str, chip: str) -> dict:
 
     from meshpar._src.verify.hlo import collectives
     from meshpar_kernels import ContextParallel, ring_attention
-    from meshpar_kernels.shapes import ATTENTION
+    from meshpar_kernels.published_model_shapes import ATTENTION
 
     s = ATTENTION[shape]
     strategy, _, way = kernel.partition(" ")
@@ -440,8 +440,9 @@ def executed(shape: str) -> str:
     """Rows through the matrix unit over M: equal groups / a multinomial load."""
     import numpy as np
 
-    from meshpar_kernels.grouped_matmul import schedule, tpu_tiles
-    from meshpar_kernels.shapes import MATMULS
+    from meshpar_kernels.grouped_matmul import schedule
+    from meshpar_kernels.grouped_matmul import tpu_tile_sizes as tpu_tiles
+    from meshpar_kernels.published_model_shapes import MATMULS
     from meshpar_kernels.tuning_table import MatmulKey
 
     s = MATMULS[shape]
@@ -463,7 +464,7 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(compile_one(*arguments.one)))
         return
-    from meshpar_kernels.shapes import MATMULS
+    from meshpar_kernels.published_model_shapes import MATMULS
 
     schedule = ("matrix unit in the main loop", "order") if arguments.bundles else ()
     table = Table("kernel", "shape", "chip", "temporaries, KiB", "FLOPs", "rows", "sent", *schedule)

@@ -26,7 +26,7 @@ import jax
 from tables import Table
 
 import meshpar as mp
-from meshpar._src.entry.target import load_target
+from meshpar._src.entry.cli_target import load_target
 from meshpar._src.lab.server import Server
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -31,7 +31,7 @@ from tables import Table
 import meshpar as mp
 from meshpar._src.verify.flops import flops
 from meshpar.layers import MoEExecution, moe
-from meshpar_kernels.shapes import MODELS
+from meshpar_kernels.published_model_shapes import MODELS
 
 DIMS = {
     "p/router": "embed router", "p/gate": "expert embed mlp", "p/up": "expert embed mlp", "p/down": "expert mlp embed",

@@ -87,7 +87,7 @@ TESTS_OF = {
     "entry/tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
     "entry/compiled.py": ["test_jitted.py", "test_api.py"],
     "plan_api.py": ["test_api.py", "hardware/test_calibration.py", "report/test_facts.py"],
-    "entry/target.py": ["test_cli.py"],
+    "entry/cli_target.py": ["test_cli.py"],
 }
 """Tests of modules in other files than the one of the same name."""
 EQUIVALENT = Path(__file__).parent / "equivalent_mutants.json"

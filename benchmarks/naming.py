@@ -35,7 +35,7 @@ import optax
 from tables import Table
 
 import meshpar as mp
-from meshpar._src.entry.target import Target, concrete
+from meshpar._src.entry.cli_target import Target, concrete
 from meshpar._src.flax import metadata
 from meshpar._src.search import SearchOptions, search
 

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar_kernels import all_gather_matmul, all_reduce_small, matmul_reduce_scatter, ragged_all_to_all
-from meshpar_kernels.shapes import FUSED, MODELS
+from meshpar_kernels.published_model_shapes import FUSED, MODELS
 
 KERNELS = {True: "ag-matmul", False: "matmul-rs"}
 """By whether rows are gathered."""

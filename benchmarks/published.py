@@ -33,7 +33,7 @@ from typing import Any
 from tables import Table
 
 import meshpar as mp
-from meshpar._src.entry.target import load_target
+from meshpar._src.entry.cli_target import load_target
 from meshpar._src.hardware.topology import parse_topology
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"

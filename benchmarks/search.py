@@ -24,7 +24,7 @@ import jax
 from tables import Table
 
 import meshpar as mp
-from meshpar._src.entry.target import load_target
+from meshpar._src.entry.cli_target import load_target
 from meshpar._src.hardware.topology import parse_topology
 from meshpar._src.layout import Rule
 from meshpar._src.mesh import planned_mesh

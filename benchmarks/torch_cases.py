@@ -9,7 +9,7 @@ from typing import Any
 
 import device_cases
 
-from meshpar_kernels.shapes import MATMULS, MODELS
+from meshpar_kernels.published_model_shapes import MATMULS, MODELS
 
 CALLS, REPEATS = 20, 5
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import meshpar as mp
 from meshpar._src.entry.cli import GROUPS, command_parser
-from meshpar._src.entry.target import load_target
+from meshpar._src.entry.cli_target import load_target
 from meshpar._src.hardware.chips import CHIPS, Chip
 from meshpar._src.plan_api import Plan
 from meshpar._src.report.colours import ROLE_STYLES
@@ -286,7 +286,7 @@ def _section(entry: Entry, layout: str, plan: Plan) -> str:
 
 
 def _function_of(text: str) -> object:
-    """The function of a target that :func:`entry.target.load_target` has imported."""
+    """The function of a target that :func:`entry.cli_target.load_target` has imported."""
     where, _, name = text.rpartition(":")
     return getattr(sys.modules[Path(where).stem], name)
 

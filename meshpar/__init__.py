@@ -10,7 +10,7 @@ The modules of ``mp``: ``train`` (functions of a train step), ``layers`` (functi
 ``errors``, and ``types``, the classes that functions return.
 """
 
-from ._src.entry import starting as _starting  # noqa: F401  # shows a line before the others import JAX
+from ._src.entry import startup_message as _starting  # noqa: F401  # shows a line before the others import JAX
 
 # isort: split
 from . import data, errors, hardware, layers, layouts, log, nd, replicas, train, types
@@ -21,7 +21,7 @@ from ._src.mesh import mesh, virtual_devices
 from ._src.plan_api import Plan
 from ._src.pods.checkpoint import Checkpoints
 from ._src.pods.start import distributed
-from ._src.program.declare import kernel_rule
+from ._src.program.declare_kernel_rule import kernel_rule
 from ._src.program.primitives import named, rename
 
 __version__ = "0.1.0"

@@ -3,7 +3,6 @@
 ``mp.Layout``, ``mp.Plan`` and ``mp.Checkpoints`` are at the top level, ``Precision`` and ``LossScale`` in ``mp.train``.
 """
 
-from ._src.adapters import Adapted, Adapter
 from ._src.cost.decoding import Decoding
 from ._src.entry.exported import Exported, ExportedArray
 from ._src.entry.jitted import Jitted
@@ -12,6 +11,7 @@ from ._src.hardware.calibration import Calibration
 from ._src.lab import Lab
 from ._src.layers.loss_scale import NoiseScale
 from ._src.layout import Rule
+from ._src.low_rank_adapters import Adapted, Adapter
 from ._src.measurement import CalibrationResult, CalibrationRow
 from ._src.moves.move import Move
 from ._src.plan.collectives import Collective

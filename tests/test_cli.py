@@ -25,7 +25,7 @@ from rich.ansi import AnsiDecoder
 import meshpar as mp
 from meshpar._src.entry import cli
 from meshpar._src.entry.cli import command_parser, main
-from meshpar._src.entry.target import concrete, load_target
+from meshpar._src.entry.cli_target import concrete, load_target
 from meshpar._src.lab.lab import Lab
 from meshpar._src.units import format_memory, format_seconds
 from meshpar.errors import TargetError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshpar._src.entry import starting
+from meshpar._src.entry import startup_message as starting
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -255,7 +255,7 @@ class PathDims:
 
     Args:
       patterns: e.g. ``{"batch/tokens": "batch seq", "*/kernel": "embed mlp"}``, or pairs. ``"auto"``, or the pattern
-        ``"*": "auto"``: names are inferred for the arrays that no other pattern matches (:mod:`program.inferred_names`).
+        ``"*": "auto"``: names are inferred for the arrays that no other pattern matches (:mod:`program.names_from_uses`).
       names: name that a model carries in metadata and constraints → the name that it has here; None: none.
 
     Attributes:

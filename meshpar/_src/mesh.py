@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..errors import IdleDevicesWarning, LayoutSyntaxError, MeshError
-from .compat.devices import device_mesh as ordered_devices
+from .compat.compile_only_devices import device_mesh as ordered_devices
 from .compat.jax import mesh_in_context, user_stacklevel, with_auto_axes
 from .compat.processes import DEVICES, ELASTIC, process_count
 from .dims import NAME

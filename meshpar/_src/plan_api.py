@@ -15,7 +15,7 @@ from .cost.decoding import Decoding, decoding_of
 from .cost.memory import Memory, memory_of
 from .cost.time import Time, time_of
 from .hardware.calibration import CalibrationLike, calibrations
-from .hardware.options import OptionsLike, check_options
+from .hardware.compiler_options import OptionsLike, check_options
 from .layout import Layout
 from .mesh import MeshLike, planned_mesh
 from .passes import replan

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import no_tangent, row_dots
 from meshpar_kernels._choose import devices_on, refuse_sharded
+from meshpar_kernels._numerics import no_tangent, row_dots
 from meshpar_kernels.attention import gathered, ring, ulysses
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.costs import AttentionCosts, Machine, costs, ready

@@ -16,11 +16,11 @@ from jax import lax
 
 from meshpar_kernels._choose import Unsupported, dispatch
 from meshpar_kernels.attention import cudnn, flash, reference, splash, tpu
-from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
+from meshpar_kernels.attention.library_calls_per_block import Layout
 from meshpar_kernels.attention.masks import positions
 from meshpar_kernels.collectives import reduce_scatter
-from meshpar_kernels.collectives.ppermute import in_mesh_order
+from meshpar_kernels.collectives.run_by_ppermute import in_mesh_order
 
 Axes = tuple[str, ...]
 UNKNOWN = Layout()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from meshpar_kernels._arithmetic import wide
+from meshpar_kernels._numerics import wide
 from meshpar_kernels.attention import ring, ulysses
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.masks import visible_pairs

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.attention import blocks
-from meshpar_kernels.attention.blocks import Layout
+from meshpar_kernels.attention import library_calls_per_block as blocks
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
+from meshpar_kernels.attention.library_calls_per_block import Layout
 
 
 def unsupported(s: Softmax, q: Queries, k: Keys, layout: Layout) -> Unsupported:

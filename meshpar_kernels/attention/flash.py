@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import precision, wide
+from meshpar_kernels._numerics import precision, wide
 from meshpar_kernels.attention.masks import NOWHERE, Mask
 
 Q_CHUNK, K_CHUNK = 512, 1024

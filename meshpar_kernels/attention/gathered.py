@@ -6,9 +6,9 @@ from __future__ import annotations
 import jax
 from jax import lax
 
-from meshpar_kernels.attention.blocks import Layout
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.flash import Keys, Queries
+from meshpar_kernels.attention.library_calls_per_block import Layout
 from meshpar_kernels.attention.options import Operands
 
 

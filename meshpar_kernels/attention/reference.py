@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from meshpar_kernels._arithmetic import wide
+from meshpar_kernels._numerics import wide
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 
 

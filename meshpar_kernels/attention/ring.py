@@ -30,10 +30,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import wide
-from meshpar_kernels.attention.blocks import Layout
+from meshpar_kernels._numerics import wide
 from meshpar_kernels.attention.context import Context
 from meshpar_kernels.attention.flash import Keys, Queries, merge, nothing
+from meshpar_kernels.attention.library_calls_per_block import Layout
 from meshpar_kernels.attention.masks import NOWHERE, devices_seen
 from meshpar_kernels.attention.options import Operands
 

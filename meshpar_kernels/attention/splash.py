@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.attention import blocks
-from meshpar_kernels.attention.blocks import Layout
+from meshpar_kernels.attention import library_calls_per_block as blocks
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
+from meshpar_kernels.attention.library_calls_per_block import Layout
 
 LANES = 128
 """Queries and keys of a block are multiples of this."""

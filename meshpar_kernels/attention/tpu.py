@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import cost, dot
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._numerics import cost, dot
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 
 BLOCKS = (512, 256, 128)

@@ -21,9 +21,9 @@ from meshpar_kernels._compat import interpreting as interpreting
 from meshpar_kernels.collective_matmul.api import all_gather_matmul as all_gather_matmul
 from meshpar_kernels.collective_matmul.api import matmul_reduce_scatter as matmul_reduce_scatter
 from meshpar_kernels.collective_matmul.dots import Dot as Dot
-from meshpar_kernels.collective_matmul.fused import FusedGather as FusedGather
-from meshpar_kernels.collective_matmul.fused import FusedScatter as FusedScatter
 from meshpar_kernels.collective_matmul.ring import dot_scatter as dot_scatter
 from meshpar_kernels.collective_matmul.ring import dots_scatter as dots_scatter
 from meshpar_kernels.collective_matmul.ring import gather_dots as gather_dots
 from meshpar_kernels.collective_matmul.schedule import gather_hops as gather_hops
+from meshpar_kernels.collective_matmul.tpu_fused_dot_general import FusedGather as FusedGather
+from meshpar_kernels.collective_matmul.tpu_fused_dot_general import FusedScatter as FusedScatter

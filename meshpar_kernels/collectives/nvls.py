@@ -20,7 +20,7 @@ from jax.sharding import AxisType
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._gpu_blocks import launch_blocks
+from meshpar_kernels._mosaic_gpu_launch import launch_blocks
 from meshpar_kernels._nvlink import DeviceGroup, machine_reasons
 
 THREADS = 128

@@ -15,12 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
-from meshpar_kernels.collectives.ppermute import rank_of, window
+from meshpar_kernels._numerics import cost
+from meshpar_kernels.collectives.run_by_ppermute import rank_of, window
 from meshpar_kernels.collectives.table import Table
-from meshpar_kernels.collectives.tpu import coordinates, entry_barrier
+from meshpar_kernels.collectives.tpu_one_shot_all_reduce import coordinates, entry_barrier
 
 DEPTH = 2
 """Buffers, and pairs of semaphores, of a channel.

@@ -17,7 +17,7 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, dispatch
 from meshpar_kernels._collective_ids import id_reasons
-from meshpar_kernels.collectives.ppermute import axes_and_sizes
+from meshpar_kernels.collectives.run_by_ppermute import axes_and_sizes
 from meshpar_kernels.dispatch import gpu, tpu
 from meshpar_kernels.dispatch.runs import Axes, Runs, agree, covered
 

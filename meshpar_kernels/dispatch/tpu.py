@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.collectives.ppermute import rank_of
-from meshpar_kernels.collectives.tpu import coordinates, remote_copies
+from meshpar_kernels.collectives.run_by_ppermute import rank_of
+from meshpar_kernels.collectives.tpu_one_shot_all_reduce import coordinates, remote_copies
 from meshpar_kernels.dispatch.runs import Runs
 
 BLOCK_BYTES = 512 << 10

@@ -14,7 +14,7 @@ from jax import lax
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import dispatch
 from meshpar_kernels.collectives.api import group
-from meshpar_kernels.collectives.ppermute import in_mesh_order
+from meshpar_kernels.collectives.run_by_ppermute import in_mesh_order
 from meshpar_kernels.exchange import gpu, tpu
 
 

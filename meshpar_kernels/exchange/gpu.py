@@ -12,7 +12,7 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels.collectives.ppermute import rank_of
+from meshpar_kernels.collectives.run_by_ppermute import rank_of
 from meshpar_kernels.dispatch import gpu
 from meshpar_kernels.dispatch.runs import Runs
 

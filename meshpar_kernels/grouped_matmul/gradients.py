@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import no_tangent, row_dots
+from meshpar_kernels._numerics import no_tangent, row_dots
 from meshpar_kernels.config import Config
 from meshpar_kernels.grouped_matmul.activations import activate
 from meshpar_kernels.grouped_matmul.matmuls import Options, gather, run

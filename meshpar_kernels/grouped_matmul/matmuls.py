@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from meshpar_kernels._choose import dispatch
 from meshpar_kernels.config import Config
-from meshpar_kernels.grouped_matmul import gpu, reference, tokamax_dot, tpu, tpu_tiles, tpu_transpose, xla
+from meshpar_kernels.grouped_matmul import gpu, reference, tokamax_dot, tpu, tpu_transpose
+from meshpar_kernels.grouped_matmul import tpu_tile_sizes as tpu_tiles
+from meshpar_kernels.grouped_matmul import xla_tile_loop as xla
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem
 from meshpar_kernels.routing import gpu as routing_gpu
 from meshpar_kernels.routing import reference as routing_reference

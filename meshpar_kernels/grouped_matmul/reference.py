@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels._arithmetic import precision
+from meshpar_kernels._numerics import precision
 from meshpar_kernels.grouped_matmul.activations import activate
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem, dequantized
 

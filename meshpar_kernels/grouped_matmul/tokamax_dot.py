@@ -8,8 +8,8 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 
-from meshpar_kernels._arithmetic import precision
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._numerics import precision
 from meshpar_kernels.grouped_matmul.activations import activate
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem, TransposeProblem
 

@@ -14,13 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
-from meshpar_kernels._arithmetic import dot
-from meshpar_kernels.grouped_matmul import tpu_tiles
+from meshpar_kernels._numerics import dot
+from meshpar_kernels.grouped_matmul import tpu_tile_sizes as tpu_tiles
 from meshpar_kernels.grouped_matmul.activations import activate
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem
 from meshpar_kernels.grouped_matmul.schedule import row_tile_steps
-from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, call_by_tile_steps, in_blocks, row_mask
-from meshpar_kernels.grouped_matmul.tpu_tiles import Tile
+from meshpar_kernels.grouped_matmul.tpu_tile_matmul import by_rows, call_by_tile_steps, in_blocks, row_mask
+from meshpar_kernels.grouped_matmul.tpu_tile_sizes import Tile
 
 
 class _Form(NamedTuple):

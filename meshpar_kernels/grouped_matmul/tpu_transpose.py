@@ -11,12 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
-from meshpar_kernels._arithmetic import cost, dot
-from meshpar_kernels.grouped_matmul import tpu_tiles
+from meshpar_kernels._numerics import cost, dot
+from meshpar_kernels.grouped_matmul import tpu_tile_sizes as tpu_tiles
 from meshpar_kernels.grouped_matmul.problem import TransposeProblem
 from meshpar_kernels.grouped_matmul.schedule import group_tile_steps
-from meshpar_kernels.grouped_matmul.tpu_blocks import by_rows, call_by_tile_steps, in_blocks, row_mask
-from meshpar_kernels.grouped_matmul.tpu_tiles import Tile
+from meshpar_kernels.grouped_matmul.tpu_tile_matmul import by_rows, call_by_tile_steps, in_blocks, row_mask
+from meshpar_kernels.grouped_matmul.tpu_tile_sizes import Tile
 
 
 def _transpose_kernel(tile_of, group_of, start, end, live, *refs, scaled: bool):

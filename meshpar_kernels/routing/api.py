@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import no_tangent, row_dots
 from meshpar_kernels._choose import dispatch, refuse_sharded
+from meshpar_kernels._numerics import no_tangent, row_dots
 from meshpar_kernels.routing import gpu, reference, tpu, tpu_gather
 from meshpar_kernels.routing.plan import RoutePlan
 

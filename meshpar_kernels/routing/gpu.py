@@ -16,8 +16,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._numerics import cost
 from meshpar_kernels.routing import gpu_rows
 from meshpar_kernels.routing.reference import Choice, Router
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
-from meshpar_kernels._gpu_blocks import launch_blocks
+from meshpar_kernels._mosaic_gpu_launch import launch_blocks
 
 THREADS = 128
 WIDTH = 2048

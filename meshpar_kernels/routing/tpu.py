@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._numerics import cost
 from meshpar_kernels.routing.reference import Choice, Router
 
 MAX_COUNT = 1 << 24

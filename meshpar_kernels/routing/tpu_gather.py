@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels import _compat
-from meshpar_kernels._arithmetic import cost
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels._numerics import cost
 
 BLOCK = 256
 """Most rows of `x` that are fetched for a block, beyond the 16 result rows that it has at least."""

@@ -8,7 +8,7 @@ import pytest
 from arrays import F32, f32
 
 import meshpar as mp
-from meshpar._src.cost.kernels import computation_of
+from meshpar._src.cost.device_computation import computation_of
 from meshpar._src.cost.schedule import async_collectives, concurrent_matmuls, schedules
 
 ROWS, EMBED, MLP = 16, 32, 64

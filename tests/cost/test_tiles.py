@@ -8,10 +8,10 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
-from meshpar._src.cost.kernels import computation_of
+from meshpar._src.cost.device_computation import computation_of
 from meshpar._src.cost.tiles import tiled
 from meshpar._src.report.document import plain
-from meshpar._src.report.html import cards, memory_curve
+from meshpar._src.report.plan_html_page import cards, memory_curve
 from meshpar._src.units import format_memory
 
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu import flash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import meshpar as mp
-from meshpar._src.cost.kernels import computation_of
+from meshpar._src.cost.device_computation import computation_of
 from meshpar._src.hardware.chips import CHIPS
 
 BF16 = 2

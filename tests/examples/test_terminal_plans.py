@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import meshpar as mp
-from meshpar._src.entry.target import load_target
+from meshpar._src.entry.cli_target import load_target
 from meshpar._src.report.document import plain
 
 PLANS = [

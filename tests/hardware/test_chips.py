@@ -13,7 +13,7 @@ import meshpar as mp
 from meshpar._src.hardware import chips
 from meshpar._src.hardware.chips import CHIPS, GIB, Chip, chip_of_kind
 from meshpar._src.hardware.topology import chip_of
-from meshpar._src.verify.memory import capacity_of
+from meshpar._src.verify.out_of_memory_error import capacity_of
 
 TPUS = "TPU v4: v4, TPU v5 lite: v5e, TPU v5e: v5e, TPU v5: v5p, TPU v5p: v5p, TPU v6 lite: v6e, TPU v6e: v6e, TPU7x: tpu7x"
 GPUS = "NVIDIA A100-SXM4-80GB: a100, NVIDIA H100 80GB HBM3: h100, NVIDIA H200: h200, NVIDIA B200: b200"

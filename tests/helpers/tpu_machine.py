@@ -24,10 +24,11 @@ import numpy as np
 from kernel_machine import PLAIN, Buffer, Devices, Fault, Op, Ref, Schedule, Semaphore, Task, instead_of_jax, unknown
 
 from meshpar_kernels import _compat
-from meshpar_kernels.collective_matmul import tpu as fused
+from meshpar_kernels.collective_matmul import tpu_common as fused
 from meshpar_kernels.collective_matmul import tpu_gather, tpu_scatter
-from meshpar_kernels.collectives import ppermute, ring_tpu
-from meshpar_kernels.collectives import tpu as small
+from meshpar_kernels.collectives import ring_tpu
+from meshpar_kernels.collectives import run_by_ppermute as ppermute
+from meshpar_kernels.collectives import tpu_one_shot_all_reduce as small
 from meshpar_kernels.dispatch import tpu as exchange
 from meshpar_kernels.exchange import tpu as dense
 

@@ -15,7 +15,7 @@ from kernel_machine import PLAIN, Fault, Machine
 
 from meshpar_kernels.collective_matmul import gpu as fused
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_kernels
-from meshpar_kernels.collectives import gpu as small
+from meshpar_kernels.collectives import gpu_one_shot_all_reduce as small
 from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
 from meshpar_kernels.dispatch.runs import Runs

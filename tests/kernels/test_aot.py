@@ -50,7 +50,7 @@ def test_grouped_matmul_needs_no_memory(shape, chip):
 @pytest.mark.parametrize(("chip", "model"), covering.each(CHIPS, ["mixtral-8x7b", "deepseek-v3"]))
 def test_routing_has_no_large_temporary(model, chip):
     """`route` nothing of its logits' size, `combine` nothing of the rows', `permute` and `combine` row indices alone."""
-    from meshpar_kernels.shapes import MODELS
+    from meshpar_kernels.published_model_shapes import MODELS
 
     kernels = ["route", "permute", "combine", "permute by plan", "combine by plan"]
     choose, copy, add, *by_plan = compiled(chip, model, *kernels)
@@ -71,7 +71,7 @@ def test_ring_attention_hides_its_sends_and_holds_no_scores(chip):
     import jax.numpy as jnp
 
     from meshpar_kernels import attention_costs
-    from meshpar_kernels.shapes import ATTENTION
+    from meshpar_kernels.published_model_shapes import ATTENTION
 
     s = ATTENTION["llama3-8b-128k"]
     each = s.tokens // 8
@@ -104,7 +104,7 @@ def scheduled(chip: str, shape: str, kernel: str) -> tuple[dict, list[str]]:
 )
 def test_fused_matmuls_multiply_while_they_send(name, chip):
     """Four buffers of a block, no gathered operand; the matmuls stand between the start of a send and the wait for it."""
-    from meshpar_kernels.shapes import FUSED
+    from meshpar_kernels.published_model_shapes import FUSED
 
     shape = FUSED[name]
     facts, order = scheduled(chip, name, "all_gather_matmul" if shape.gathers else "matmul_reduce_scatter")

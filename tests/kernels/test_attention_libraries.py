@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from kernel_cases import lowered, mesh_of, near
 
 from meshpar_kernels import ContextParallel, _choose, _compat, ring_attention
-from meshpar_kernels._arithmetic import row_dots
+from meshpar_kernels._numerics import row_dots
 from meshpar_kernels.attention import reference
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import Mask

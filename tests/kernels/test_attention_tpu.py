@@ -10,7 +10,7 @@ from interpreters import race_detection
 from kernel_cases import near
 
 from meshpar_kernels import ring_attention
-from meshpar_kernels._arithmetic import row_dots
+from meshpar_kernels._numerics import row_dots
 from meshpar_kernels.attention import flash, masks, tpu
 from meshpar_kernels.attention.flash import Keys, Queries, Softmax
 from meshpar_kernels.attention.masks import Mask

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from kernel_cases import mesh_of, near, simulated
 
-from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter, tpu
+from meshpar_kernels.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from meshpar_kernels.collective_matmul import tpu_common as tpu
 
 P = PartitionSpec
 K, N = 128, 256

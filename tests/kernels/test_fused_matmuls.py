@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from kernel_cases import simulated
 
-from meshpar_kernels.collective_matmul import Dot, tpu
-from meshpar_kernels.collective_matmul.fused import FusedGather, FusedScatter
+from meshpar_kernels.collective_matmul import Dot
+from meshpar_kernels.collective_matmul import tpu_common as tpu
+from meshpar_kernels.collective_matmul.tpu_fused_dot_general import FusedGather, FusedScatter
 
 ROWS_COLUMNS = (((2,), (0,)), ((), ()))  # [b, s, K] · [K, …]
 ROWS_ROWS = (((2,), (1,)), ((), ()))  # [b, s, K] · [n, K]

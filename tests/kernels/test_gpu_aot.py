@@ -96,7 +96,7 @@ def assert_all_blocks_run_at_once(facts, multiprocessors):
 )
 def test_fused_matmuls_over_nvlink_do_not_spill_and_have_one_receive_buffer(kernel, shape, target):
     """Compiled for 8 GPUs: beside operands and result, the rows or the sums of the seven others."""
-    from meshpar_kernels.shapes import FUSED
+    from meshpar_kernels.published_model_shapes import FUSED
 
     s = FUSED[shape]
     memory = 7 * s.rows * (s.k if s.gathers else s.n) * 2 + (1 << 20)

@@ -11,8 +11,8 @@ from interpreters import race_detection
 from kernel_cases import SIZES, near, quantized
 
 from meshpar_kernels import Config, _compat, grouped_matmul, grouped_matmul_transpose
-from meshpar_kernels.grouped_matmul import tpu_tiles
-from meshpar_kernels.shapes import MATMULS
+from meshpar_kernels.grouped_matmul import tpu_tile_sizes as tpu_tiles
+from meshpar_kernels.published_model_shapes import MATMULS
 from meshpar_kernels.tuning_table import MatmulKey
 
 RNG = np.random.default_rng(2)

@@ -22,11 +22,10 @@ from meshpar_kernels import (
     grouped_matmul_transpose,
     matmul_reduce_scatter,
     scaled_grouped_matmul,
-    tuner,
     tuning_table,
 )
 from meshpar_kernels.config import Config
-from meshpar_kernels.grouped_matmul import gpu, hopper
+from meshpar_kernels.grouped_matmul import gpu, hopper, tuner
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.isolation import Worker
 from meshpar_kernels.tuning_table import MatmulKey

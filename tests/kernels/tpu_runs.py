@@ -14,9 +14,9 @@ from kernel_machine import PLAIN, Machine
 from tpu_machine import Tpus
 
 from meshpar_kernels.collective_matmul import tpu_gather, tpu_scatter
-from meshpar_kernels.collective_matmul.tpu import Tile
+from meshpar_kernels.collective_matmul.tpu_common import Tile
 from meshpar_kernels.collectives import ring_tpu
-from meshpar_kernels.collectives import tpu as small
+from meshpar_kernels.collectives import tpu_one_shot_all_reduce as small
 from meshpar_kernels.collectives.table import table_of
 from meshpar_kernels.dispatch import tpu as exchange
 from meshpar_kernels.exchange import tpu as dense

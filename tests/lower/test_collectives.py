@@ -20,7 +20,7 @@ from meshpar._src.hardware.topology import Stage
 from meshpar._src.layout import to_partition_spec
 from meshpar._src.lower.collectives import combined, follow, reduce_scatter
 from meshpar._src.plan.resharding import reshard, reshard_bytes
-from meshpar._src.rules.spmd import Grid
+from meshpar._src.rules.mesh_in_shard_map import Grid
 from meshpar._src.verify.hlo import collectives
 
 

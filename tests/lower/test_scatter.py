@@ -12,7 +12,7 @@ import meshpar as mp
 from meshpar._src.compat.quirks import reduce_scatter_shape
 from meshpar._src.lower.collectives import combined
 from meshpar._src.plan.steps import Scatter
-from meshpar._src.rules.spmd import Grid
+from meshpar._src.rules.mesh_in_shard_map import Grid
 
 BF16, F32 = 2, 4
 

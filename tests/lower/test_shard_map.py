@@ -19,7 +19,7 @@ from same_results import assert_close
 
 import meshpar as mp
 from meshpar._src.lower import LOWERINGS, shard_map
-from meshpar._src.rules.spmd import Grid
+from meshpar._src.rules.mesh_in_shard_map import Grid
 from meshpar.errors import UnsupportedError
 
 RNG = np.random.default_rng(0)

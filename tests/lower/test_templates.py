@@ -10,7 +10,8 @@ from jax import lax
 from same_results import assert_close
 
 import meshpar as mp
-from meshpar._src.lower import shard_map, transposed_sums
+from meshpar._src.lower import reduction_dim_order as transposed_sums
+from meshpar._src.lower import shard_map
 
 LAYER = {"norm": (16,), "up": (16, 32), "down": (32, 16)}
 DIMS = {"params/*/norm": "embed", "params/*/up": "embed mlp", "params/*/down": "mlp embed", "x": "batch embed"}

@@ -17,8 +17,8 @@ from meshpar._src.passes.barriers import (
     serialize_results,
 )
 from meshpar._src.passes.collective_matmul import find_pairs, with_overlaps
-from meshpar._src.passes.equal_sends import merge_equal_sends
-from meshpar._src.passes.schedule import schedule
+from meshpar._src.passes.matmul_order import schedule
+from meshpar._src.passes.merge_halo_exchanges import merge_equal_sends
 
 
 def jit_on(topology):

@@ -11,7 +11,7 @@ from jax import lax
 import meshpar as mp
 from meshpar._src.plan.assignment import AxisAssignment
 from meshpar._src.plan.decide import Facts, Operand, ShardType, decide
-from meshpar._src.plan.partial import readers_of
+from meshpar._src.plan.deferred_sums import readers_of
 
 SIZES = {"data": 4, "model": 2}
 

@@ -11,7 +11,7 @@ import pytest
 import meshpar as mp
 from meshpar._src.plan.text import plan_steps
 from meshpar._src.report.colours import AxisColours
-from meshpar._src.report.html import collectives_table
+from meshpar._src.report.plan_html_page import collectives_table
 
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 

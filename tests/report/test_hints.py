@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar._src.cost.kernels import computation_of
+from meshpar._src.cost.device_computation import computation_of
 from meshpar._src.report.document import shown_text
 from meshpar._src.report.hints import (
     attention_hint,
@@ -19,7 +19,7 @@ from meshpar._src.report.hints import (
     recomputation_hint,
     repeated_exchange_hint,
 )
-from meshpar._src.report.text import plan_renderable
+from meshpar._src.report.plan_terminal_text import plan_renderable
 from meshpar._src.units import format_bytes, format_memory, format_seconds
 
 GROUPS, TOKENS, EMBED, MLP, EXPERTS, CAPACITY = 8, 64, 32, 64, 4, 16

@@ -6,7 +6,7 @@ import lab_program
 import numpy as np
 import pytest
 
-from meshpar._src.compat.devices import device_mesh
+from meshpar._src.compat.compile_only_devices import device_mesh
 from meshpar._src.hardware.topology import _places, parse_topology
 
 LAYOUT = "; ".join(lab_program.RULES)

@@ -20,8 +20,8 @@ from same_results import assert_close
 import meshpar as mp
 from meshpar._src.program.primitives import add_row_p
 from meshpar._src.rules import having, primitive, separated
-from meshpar._src.rules.mapped import same_dims
-from meshpar._src.rules.rearrange import rearrange
+from meshpar._src.rules.constant_index_gather import rearrange
+from meshpar._src.rules.user_shard_map import same_dims
 
 KEY = jax.random.key(0)
 

@@ -11,9 +11,9 @@ from meshpar._src.rules import PRIMITIVES
 PACKAGE = Path(meshpar.__file__).parent / "_src"
 ALLOWED = {
     "compat/jax.py": (1, "below the registry: where each JAX version keeps the bodies of control flow"),
-    "compat/loops.py": (3, "below the registry: the operands of a scan, a while loop and a conditional"),
+    "compat/loop_operands.py": (3, "below the registry: the operands of a scan, a while loop and a conditional"),
     "cost/flops.py": (8, "what keeps the zeros of a one-hot mask: products, sums and comparisons of it"),
-    "cost/kernels.py": (2, "the maximum that a softmax subtracts: `reduce_max` of what `sub` reads"),
+    "cost/device_computation.py": (2, "the maximum that a softmax subtracts: `reduce_max` of what `sub` reads"),
     "layers/checkpoint_policies.py": (1, "JAX asks policies about this call, by its primitive"),
     "layers/recurrence.py": (
         4,
@@ -30,7 +30,7 @@ ALLOWED = {
         "what `jnp.put_along_axis` makes of an iota, followed without an evaluation of so many elements",
     ),
     "report/hints.py": (1, "the exponential of a softmax: `exp`, `exp2`"),
-    "program/sums.py": (2, "`add_any`, which only JAX's transposition makes"),
+    "program/reorder_additions.py": (2, "`add_any`, which only JAX's transposition makes"),
 }
 """File → number of comparisons, and why they are not a trait."""
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar._src.cost.kernels import computation_of, free_caches
+from meshpar._src.cost.device_computation import computation_of, free_caches
 from meshpar._src.passes import plan_without_passes
 from meshpar._src.plan.assignment import AxisAssignment
 from meshpar._src.plan.collective_records import TooLong

@@ -19,8 +19,8 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar._src.entry.cli_target import load_target
 from meshpar._src.entry.jitted import Jitted
-from meshpar._src.entry.target import load_target
 from meshpar._src.hardware.topology import parse_topology
 from meshpar._src.mesh import parse_mesh
 from meshpar._src.plan.assignment import AxisAssignment

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshpar._src.hardware.options import GROUPS, flags_text
+from meshpar._src.hardware.compiler_options import GROUPS, flags_text
 from meshpar._src.report.document import shown_text
 from meshpar._src.verify.tuned_options import CANDIDATES, tune
 from meshpar.errors import OutOfMemoryError

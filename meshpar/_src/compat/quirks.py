@@ -161,7 +161,7 @@ QUIRKS: dict[str, str] = {name: test for name, test in globals().items() if name
 """Name of every workaround that has code of its own → its test. Primitives that XLA's partitioner gets wrong in general are marked,
 by ``pinned`` and ``manual``, in their entries (:mod:`rules.registry`).
 
-The tables of :mod:`hardware.compiler` name those that a version of the TPU compiler has on a chip."""
+The tables of :mod:`hardware.compiler_constants` name those that a version of the TPU compiler has on a chip."""
 
 
 def psum_scatter(x: Any, axes: str | tuple[str, ...], dim: int) -> Any:

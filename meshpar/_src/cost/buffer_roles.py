@@ -7,8 +7,8 @@ from collections.abc import Callable
 from ..plan.plan import Plan
 from ..program.ir import Program, Value
 from .caching import cached_on_plan
+from .device_computation import computation_of
 from .fusion import Buffer, Kernel
-from .kernels import computation_of
 
 KIND_NAMES = {"params": "parameters", "opt": "optimizer state"}
 ROLES = ("parameters", "optimizer state", "gradients", "saved activations", "temporaries", "other inputs", "constants")

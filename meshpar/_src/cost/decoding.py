@@ -11,8 +11,8 @@ from ..dims import did_you_mean
 from ..plan.plan import Plan
 from ..program.ir import Program, Value
 from ..units import format_bytes, format_seconds
+from .device_computation import computation_of
 from .kernel_time import read_bytes
-from .kernels import computation_of
 from .memory import memory_of
 from .time import time_of
 

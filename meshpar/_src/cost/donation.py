@@ -9,8 +9,8 @@ from ..compat.jax import pass_of
 from ..plan.plan import Plan
 from ..plan.steps import Branch
 from .caching import cached_on_plan
+from .device_computation import computation_of
 from .fusion import Buffer, array_scattered_into, array_written
-from .kernels import computation_of
 
 
 @cached_on_plan

@@ -12,7 +12,7 @@ import jax
 from jax.extend.core import Literal
 
 from ..compat.jax import in_recomputation, literal_array
-from ..compat.loops import loop_parts, operands_of_bodies
+from ..compat.loop_operands import loop_parts, operands_of_bodies
 from ..hardware.chips import Chip
 from ..plan.causes import name_of
 from ..plan.plan import Plan

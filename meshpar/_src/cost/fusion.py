@@ -1,6 +1,6 @@
 """Fusion of the ops of one device into kernels, with the buffers that each kernel reads from and writes to memory.
 
-:mod:`cost.kernels` lists the ops. The rules by which :func:`fuse` joins them:
+:mod:`cost.device_computation` lists the ops. The rules by which :func:`fuse` joins them:
 
 - Reshapes, transposes and names are views of their operand, but copies if they split or merge the channels of images, or change an
   argument of images with a few channels. Input-independent values cost nothing.

@@ -2,7 +2,7 @@
 
 Traffic is the bytes of the buffers that a kernel reads and writes (:mod:`cost.fusion`), each once. But a matmul operand
 that does not fit into VMEM counts once for each tile of the result (:func:`cost.flops.reread_bytes`); an image that is
-in VMEM does not count (:mod:`cost.vmem`).
+in VMEM does not count (:mod:`cost.vmem_resident_buffers`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ..plan.steps import Run
 from ..program.ir import Op
 from .caching import cached_on_plan
 from .collective_matmul import kernel_seconds, vector_seconds
+from .device_computation import computation_of
 from .donation import aliased_inputs, gathered_then_copied
 from .flops import few_rows, loading_flops, local_opaque_flops, padded_flops, reread_bytes, single_row_elements
 from .fusion import Buffer, Kernel, Kind, array_scattered_into, array_written, line_of, window_bytes
-from .kernels import computation_of
 from .tiles import Tiles
-from .vmem import buffers_in_vmem
+from .vmem_resident_buffers import buffers_in_vmem
 
 THREEFRY_ELEMENTS = 2.0
 """Elements that the vector units process in the time in which they compute one threefry bit pattern.

@@ -20,10 +20,10 @@ from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
 from .buffer_roles import ROLES, buffer_roles
 from .caching import P, cached_on_plan, with_shared_results
+from .device_computation import REDUCE_RING_BUFFERS, computation_of
 from .donation import aliased_inputs, donatable, gathered_then_copied
 from .flops import local_work
 from .fusion import Buffer, Computation, Kernel, Kind, array_scattered_into, array_written
-from .kernels import REDUCE_RING_BUFFERS, computation_of
 from .schedule import schedules
 
 

@@ -30,9 +30,9 @@ from ..plan.steps import Reduce, Reshard, Run, Step
 from .buffer_roles import buffer_roles
 from .caching import cached_on_plan
 from .collective_matmul import merged_seconds, vector_seconds
+from .device_computation import computation_of
 from .fusion import Buffer, Computation, Kernel, Kind
 from .kernel_time import PACKED, kernel_times
-from .kernels import computation_of
 
 T = TypeVar("T", bound=Hashable)
 MIN_MERGING_DEVICES = 64

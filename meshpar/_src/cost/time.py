@@ -14,9 +14,9 @@ from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..program.ir import Op
 from .caching import cached_on_plan
+from .device_computation import computation_of
 from .flops import model_flops
 from .kernel_time import KernelTime, kernel_times
-from .kernels import computation_of
 from .schedule import host_seconds, schedules, separate_collectives
 
 

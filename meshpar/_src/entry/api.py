@@ -17,6 +17,7 @@ from ...errors import MeshError, UnknownDimError, UnsupportedError
 from ..dims import Dims
 from ..flax import Leaf, variables
 from ..hardware.topology import topology_of
+from ..keywords_and_flags import options_of, takes_options
 from ..lab import Lab
 from ..lab.session import Draft, Session
 from ..layout import Layout
@@ -24,11 +25,10 @@ from ..measurement import CalibrationResult, Candidate
 from ..measurement import calibrate as calibrate_candidates
 from ..mesh import MeshLike, MeshSizes, auto_mesh, checked_mesh, context_mesh, device_mesh, planned_mesh
 from ..mesh import mesh as make_mesh
-from ..options import options_of, takes_options
 from ..plan.checks import check_spelling
 from ..plan_api import Plan
 from ..program import Program
-from ..program.patterns import patterns_of
+from ..program.names_as_path_patterns import patterns_of
 from ..progress import Progress, progress_line
 from ..search import Row, Search, SearchOptions
 from ..search import search as search_from
@@ -102,8 +102,8 @@ def jit(
         gathered in each microbatch. ``plan.pipeline.gather`` is the choice for a pipeline.
       strict: two names for one dim of the program are an error instead of a warning.
       static_argnums, static_argnames, donate_argnums, donate_argnames, keep_unused: as in ``jax.jit``.
-      options: ``"auto"``: for TPUs, the compiler options of :mod:`hardware.options` for the chip and the collectives of the
-        plan, without those that the installed compiler does not know; none within another ``jax.jit``, which refuses options.
+      options: ``"auto"``: for TPUs, the compiler options of :mod:`hardware.compiler_options` for the chip and the collectives of
+        the plan, without those that the installed compiler does not know; none within another ``jax.jit``, which refuses options.
         ``"off"`` or None: none. The path of a file that ``meshpar tune-options`` wrote for this program: those of ``"auto"``, and
         the file's; not for another chip, or with another version of libtpu. The plan's ``options`` list them, the reasons, and
         the ones left out.

@@ -38,6 +38,7 @@ from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near
 from ..hardware.calibration import read_calibrations
 from ..hardware.topology import parse_topology
+from ..keywords_and_flags import add_flags, flag_of, given_flags
 from ..layout import (
     BETWEEN_SLICES,
     OTHER_AXES,
@@ -48,29 +49,28 @@ from ..layout import (
     similar_schemes,
 )
 from ..layouts import PRESETS
-from ..options import add_flags, flag_of, given_flags
 from ..passes.advice import fix_of_slices, slice_traffic
 from ..plan_api import Plan
 from ..pods.cli import add_commands
-from ..program.patterns import patterns_of
+from ..program.names_as_path_patterns import patterns_of
 from ..progress import Counted, Progress, progress_line
 from ..report.document import shown_text
 from ..report.facts import fits
 from ..report.hints import topology_for_state
-from ..report.names import names_table, unnamed_table
+from ..report.inferred_names_table import names_table, unnamed_table
+from ..report.plan_terminal_text import plan_renderable
 from ..report.tables import hanging
-from ..report.text import plan_renderable
 from ..runs import RunOptions, run_plan_of
 from ..search import SearchOptions
 from ..search.result import quiet
 from ..units import format_memory, format_seconds, mesh_text, parse_duration
 from ..verify.tuned_options import Tuning, tune
-from . import starting
+from . import startup_message as starting
 from .api import named_program
 from .api import plan as plan_of
+from .cli_target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .doctor import add_command as add_doctor
 from .options import Lowering, StepOptions
-from .target import Target, concrete, failing_as_target, has_drawn_integers, load_target, parse_options
 from .tune_kernels import add_command as add_tuning
 
 LIKELY_MISSPELLED = 0.75

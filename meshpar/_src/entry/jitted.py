@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ...errors import MeshError, UnsupportedError
-from ..caches import LRUCache
 from ..compat import nnx
 from ..compat.jax import (
     at_top_level,
@@ -28,9 +27,10 @@ from ..compat.jax import (
 )
 from ..flax import Leaf, capture_names, flatten_named, pure_states, variables
 from ..global_arrays import place
+from ..keywords_and_flags import takes_options
 from ..layout import AnyMesh, Layout
+from ..lru_cache import LRUCache
 from ..mesh import MeshLike, auto_mesh, device_mesh, is_context
-from ..options import takes_options
 from ..passes import make_plan
 from ..plan.request import PlanRequest
 from ..plan_api import Plan

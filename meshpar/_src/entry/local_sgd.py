@@ -27,9 +27,9 @@ from ...errors import AxisConflictError, DivisibilityError, MeshError, Unsupport
 from ..dims import DimsLike, format_dims
 from ..flax import flatten_named
 from ..global_arrays import is_key
+from ..keywords_and_flags import options_of, takes_options
 from ..layout import Layout, Rule
 from ..mesh import MeshLike, auto_mesh, device_mesh
-from ..options import options_of, takes_options
 from ..pods.names import by_name, flat, nested
 from ..replicas.trees import wide
 from .jitted import Jitted, LayoutLike

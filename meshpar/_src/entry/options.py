@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from ...errors import UnsupportedError
 from ..dims import DimsLike, PathDims, check_choice, did_you_mean, parse_names
 from ..hardware.calibration import CalibrationLike, Calibrations, calibrations
-from ..hardware.options import OptionsLike, check_options
+from ..hardware.compiler_options import OptionsLike, check_options
+from ..keywords_and_flags import names, option
 from ..lower import LOWERINGS
-from ..options import names, option
 from ..passes.collective_matmul import MODES
 from ..program.pipeline import GATHERS, SCHEDULES, GatherName, ScheduleName
 from ..search import SearchKeywords

@@ -30,9 +30,9 @@ from ..flax import Leaf, capture_names, flatten_named, with_states
 from ..iterables import grouped
 from ..layout import AnyMesh
 from ..program import Program, infer, trace
-from ..program.inferred_names import inferred_dims, inferred_dims_of_data
 from ..program.ir import Join, Value
-from ..program.patterns import patterns_of
+from ..program.names_as_path_patterns import patterns_of
+from ..program.names_from_uses import inferred_dims, inferred_dims_of_data
 from ..program.primitives import rename_dims_p
 from ..program.roles import name_parameters
 from .arguments import ArgumentPath, Call, Fixed, check_fixed, is_static, join_leaves, named_arguments, with_statics

@@ -13,10 +13,11 @@ from typing import Any
 
 from rich.console import Console
 
-from meshpar_kernels import tuner, tuning_table
+from meshpar_kernels import tuning_table
 from meshpar_kernels._compat import device_kind
+from meshpar_kernels.grouped_matmul import tuner
 from meshpar_kernels.isolation import WorkerError
-from meshpar_kernels.shapes import MATMULS, MatmulShape
+from meshpar_kernels.published_model_shapes import MATMULS, MatmulShape
 from meshpar_kernels.tuning_table import MatmulKey
 
 from ...errors import CheckError, TargetError
@@ -25,7 +26,7 @@ from ..progress import Counted, progress_line
 from ..report.document import shown_text
 from ..report.tables import GROUP, Cell, Table, number
 from ..units import format_seconds
-from .target import parse_options
+from .cli_target import parse_options
 
 ABOUT = """\
 Measure tiles of the grouped matmuls (mixtures of experts) on this machine's TPU or GPU, and save the best in a

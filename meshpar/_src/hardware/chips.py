@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from .compiler import CompilerModel, compiler_model
+from .compiler_constants import CompilerModel, compiler_model
 
 GIB = 2.0**30
 """Bytes of a GiB."""

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ...errors import MeshError, TorusWarning
-from ..compat.devices import device_mesh, gpu_topology, is_compile_only, tpu_topology, unknown_options
+from ..compat.compile_only_devices import device_mesh, gpu_topology, is_compile_only, tpu_topology, unknown_options
 from ..compat.jax import user_stacklevel
 from ..dims import near
 from ..layout import AnyMesh

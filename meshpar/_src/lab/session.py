@@ -22,10 +22,10 @@ from ..layouts import PRESETS
 from ..lower import LOWERINGS
 from ..mesh import parse_mesh, planned_mesh
 from ..plan_api import Plan
-from ..program.patterns import patterns_of
+from ..program.names_as_path_patterns import patterns_of
 from ..report.colours import AxisColours
 from ..report.facts import USABLE_FRACTION, kernel_seconds
-from ..report.names import names_table
+from ..report.inferred_names_table import names_table
 from ..search import SearchOptions, search
 from ..search.result import quiet
 from ..search.space import meshes

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..layout import Rule
 from ..plan_api import Plan
-from ..report import html
+from ..report import plan_html_page as html
 from ..report.diff import PlanDiff, diff_body, time_comparison
 from ..report.facts import ArgumentGroup, CollectiveGroup, RuleEffect, rule_effects
 from ..units import format_bytes, format_memory, format_seconds

@@ -25,9 +25,9 @@ from meshpar_kernels.attention.ring import any_order
 from ...errors import MeshparError, RankError
 from ..compat.jax import default_promotion
 from ..hardware.topology import Stage, ring_order
-from ..program.declare import kernel_rule
+from ..program.declare_kernel_rule import kernel_rule
 from ..program.kernels import KernelSend, KernelWork, ShardCounts
-from ..rules.spmd import GroupedAxes
+from ..rules.mesh_in_shard_map import GroupedAxes
 
 Options = tuple[tuple[str, Any], ...]
 OUT = "batch {seq} (kv_heads group) value_dim!"

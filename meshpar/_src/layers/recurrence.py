@@ -13,10 +13,10 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...errors import UnsupportedError
 from ..compat.jax import aval_of, default_promotion, interpret, source_line
-from ..program.declare import kernel_rule
+from ..program.declare_kernel_rule import kernel_rule
 from ..program.jaxprs import flatten
 from ..program.kernels import KernelSend, ShardCounts
-from ..rules.spmd import axis_index
+from ..rules.mesh_in_shard_map import axis_index
 
 _LINEAR = frozenset({"add", "sub", "add_any", "neg", "convert_element_type", "copy", "name_dims"})
 """Ops that make sums of scaled states of these, elementwise."""

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from ...errors import DivisibilityError, UnsupportedError
 from ..compat.jax import Atom, aval_of, default_promotion, equations, make_generated_jaxpr, source_line
-from ..compat.loops import loop_parts, operands_of_bodies
+from ..compat.loop_operands import loop_parts, operands_of_bodies
 from ..program.jaxprs import inline, with_bodies, with_eqns
 from ..program.kernels import kernel_p
 from ..rules import bodies, primitive

@@ -21,9 +21,9 @@ from ..plan.collectives import is_all_reducible
 from ..plan.resharding import Move
 from ..plan.spec import shard_count
 from ..plan.steps import Reduce, spec_after
+from ..rules.mesh_in_shard_map import Grid, axis_index, fine_names, on_words, shape_in, slice_to_spec
 from ..rules.one_owner import addable
 from ..rules.rule import ADDED
-from ..rules.spmd import Grid, axis_index, fine_names, on_words, shape_in, slice_to_spec
 
 
 def follow(x: Any, path: Sequence[Move], grid: Grid, separate: bool = False) -> Any:

@@ -30,20 +30,20 @@ from ..compat.jax import (
     sharding_constraint_p,
     with_weak_type,
 )
-from ..compat.loops import loop_parts
+from ..compat.loop_operands import loop_parts
 from ..compat.quirks import short_strides
 from ..layout import AnyMesh, Spec, to_partition_spec
-from ..plan.manual import ManualOps
 from ..plan.plan import Plan
 from ..plan.planner import planned_as_traced
 from ..plan.resharding import reshard
+from ..plan.shard_map_inside_jit import ManualOps
 from ..plan.spec import replicated_spec
 from ..plan.steps import Loop, Run, Scatter, Shard, spec_after
 from ..program.ir import Frame, Op, Value
 from ..program.jaxprs import Atom, inline, with_bodies, with_eqns
 from ..rules import run_local
-from ..rules.local import plain_params
-from ..rules.spmd import Grid
+from ..rules.local_forms import plain_params
+from ..rules.mesh_in_shard_map import Grid
 from .collectives import combined
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

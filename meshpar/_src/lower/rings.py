@@ -12,7 +12,7 @@ from meshpar_kernels.collective_matmul import dots_scatter, gather_dots
 from ..iterables import operands_first
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Shard, dot_of
 from ..program.ir import Op, Value
-from ..rules.spmd import Grid
+from ..rules.mesh_in_shard_map import Grid
 
 
 def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: Grid) -> None:
@@ -35,7 +35,7 @@ def run_gather_ring(step: Reshard, ring: GatherRing, x: dict[Shard, Any], grid: 
 
 
 def run_reduce_ring(step: Reduce, ring: ReduceRing, x: dict[Shard, Any], grid: Grid) -> Any:
-    """The reduce-scatter of a sum of matmuls over the ring of its axes (:meth:`rules.spmd.Grid.ring`)."""
+    """The reduce-scatter of a sum of matmuls over the ring of its axes (:meth:`rules.mesh_in_shard_map.Grid.ring`)."""
     matmuls: list[tuple[Op, Sequence[Any]]] = [x[shard] for shard, _ in ring.leaves]
     operands = [(xs[0], xs[1]) for _, xs in matmuls]
     axes, dtype = grid.ring(ring.axes)[0], step.result.value.aval.dtype

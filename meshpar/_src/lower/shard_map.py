@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import Literal
 from jax.sharding import Mesh, NamedSharding
 
+from ..compat.equation_templates import SourceInfo, Templates
 from ..compat.jax import (
     abstract_array,
     at_source,
@@ -34,7 +35,6 @@ from ..compat.jax import (
     zeros,
 )
 from ..compat.quirks import opaque, with_rows
-from ..compat.templates import SourceInfo, Templates
 from ..layout import AnyMesh, to_partition_spec
 from ..plan.plan import Plan
 from ..plan.spec import local_shape, replicated_spec
@@ -42,14 +42,14 @@ from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Re
 from ..program.ir import Op
 from ..rules import check_local, refusal, run_local
 from ..rules.halo import Exchanged, reusing
-from ..rules.local import unsupported
+from ..rules.local_forms import unsupported
+from ..rules.mesh_in_shard_map import Grid, axis_index, fine_names, slice_to_spec
 from ..rules.registry import Refusal
-from ..rules.spmd import Grid, axis_index, fine_names, slice_to_spec
 from .collectives import follow, reduced
 from .constraints import constrain_local
 from .jit import is_constrained, lower_to_jit, sharding_of
+from .reduction_dim_order import TransposedSums
 from .rings import run_gather_ring, run_reduce_ring
-from .transposed_sums import TransposedSums
 
 
 def lower_to_shard_map(

@@ -12,9 +12,9 @@ from rich.text import Text
 from ..compat.jax import axes_of_spec
 from ..iterables import grouped_by
 from ..report.colours import AxisColours
-from ..report.html import collectives_table
+from ..report.plan_html_page import collectives_table
+from ..report.plan_terminal_text import collectives_block
 from ..report.tables import Cell, Table, hanging, number
-from ..report.text import collectives_block
 from ..units import format_bytes, format_memory, format_seconds
 from .plan import LINKS, MovePlan, Side
 

@@ -26,10 +26,10 @@ from typing import NamedTuple
 from ..compat.jax import without_gc
 from ..cost.caching import with_shared_results
 from ..cost.collective_matmul import warn_about_lines
-from ..cost.kernels import free_caches
+from ..cost.device_computation import free_caches
 from ..cost.time import time_of
 from ..dims import check_choice
-from ..hardware.options import choose_options
+from ..hardware.compiler_options import choose_options
 from ..hardware.topology import refused_options
 from ..plan.plan import Choice, Plan
 from ..plan.planner import planned
@@ -50,11 +50,11 @@ from .barriers import (
     serialize_loops,
     serialize_results,
 )
+from .best_plan_before_passes import RANK, plan_without_passes
 from .collective_matmul import MODES, activation_axes, find_pairs, with_overlaps
-from .equal_sends import merge_equal_sends
 from .lowering import AUTO, resolve_lowering, shorter_lowering
-from .ranked import RANK, plan_without_passes
-from .schedule import schedule
+from .matmul_order import schedule
+from .merge_halo_exchanges import merge_equal_sends
 
 
 class Pass(NamedTuple):
@@ -65,7 +65,7 @@ class Pass(NamedTuple):
       lowerings: the ones that emit its additions to a plan: barriers exist in ``"shard_map"`` alone. For the
         others it does not run, so that no estimate contains a step that the program does not have.
       quirk: the entry of :mod:`compat.quirks` that it works around; it does not run for chips and compiler versions without
-        it (:class:`hardware.compiler.CompilerModel`). None: it is for all of them.
+        it (:class:`hardware.compiler_constants.CompilerModel`). None: it is for all of them.
     """
 
     run: Callable[[Plan], Body]

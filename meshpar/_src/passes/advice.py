@@ -21,11 +21,12 @@ from ..plan.assignment import AxisAssignment
 from ..plan.checks import division_error, kernel_rule_text, sequence_name, unnamed_results, unnamed_weights
 from ..plan.collectives import Collective, dcn_bytes_sent
 from ..plan.plan import Plan
-from ..program.inferred_names import GIVEN
 from ..program.ir import Op
+from ..program.names_from_uses import GIVEN
 from ..program.pipeline import stack_notes
 from ..program.roles import unread_state
 from ..units import format_bytes, mesh_text
+from .best_plan_before_passes import plan_without_passes
 from .indivisible import (
     MIN_EXCESS_BYTES,
     bytes_caused,
@@ -35,7 +36,6 @@ from .indivisible import (
     microbatch_text,
 )
 from .lowering import without_local_form
-from .ranked import plan_without_passes
 
 
 def idle_axes(plan: Plan) -> list[str]:

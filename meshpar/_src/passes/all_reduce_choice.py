@@ -37,8 +37,8 @@ from ..cost.tiles import LANES
 from ..hardware.collective_ops import collective_volume, wire_bytes
 from ..hardware.topology import joined
 from ..plan.collectives import Collective
-from ..plan.manual import ManualOps, on_cpus
 from ..plan.plan import Plan
+from ..plan.shard_map_inside_jit import ManualOps, on_cpus
 from ..plan.spec import itemsize, local_shape, shard_count
 from ..plan.steps import Body, Reduce, rewrite_bodies
 from ..program.ir import Value

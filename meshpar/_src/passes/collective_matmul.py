@@ -16,12 +16,12 @@ import jax
 from meshpar_kernels.collective_matmul import FusedGather, FusedScatter, interpreting
 from meshpar_kernels.collective_matmul.schedule import gather_hops
 
-from ..caches import LRUCache
 from ..cost.collective_matmul import CollectiveMatmul, exposed_seconds
 from ..hardware.collective_algorithms import AlgorithmName
 from ..hardware.collective_ops import wire_bytes
 from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import devices_of, major_of, major_stage
+from ..lru_cache import LRUCache
 from ..plan.collectives import Collective
 from ..plan.plan import Choice, Overlap, Plan
 from ..plan.spec import format_axes, local_shape, shard_count

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from ..cost.schedule import sorted_by_dependencies
-from ..plan.partial import readers_of
+from ..plan.deferred_sums import readers_of
 from ..plan.plan import Plan
 from ..program.ir import Frame, Op, Program, Value
 

@@ -7,7 +7,7 @@ from ..plan.plan import Plan
 from ..plan.steps import Run
 from ..rules import refusal
 from ..units import format_seconds
-from .ranked import cost, exceeds
+from .best_plan_before_passes import cost, exceeds
 
 AUTO = "auto"
 MIN_GAIN = 0.005

@@ -21,9 +21,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any
 
-from ..caches import LRUCache
 from ..dims import Dims
 from ..layout import Layout, Rule, Spec, claim, scopes_of
+from ..lru_cache import LRUCache
 from ..program.ir import Op, Program, Value
 from ..program.names import SubDim
 from ..program.roles import elementwise_flow, new_values, unread_state

@@ -14,8 +14,8 @@ from ..compat.jax import user_stacklevel
 from ..dims import SPELLING_SIMILARITY, did_you_mean, format_dims, near
 from ..iterables import grouped
 from ..layout import SCHEMES, Layout, Rule, Spec, divisibility_error
-from ..program.inferred_names import inferred_names
 from ..program.ir import Join, Op, Program, Value
+from ..program.names_from_uses import inferred_names
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
 from .spec import shard_count

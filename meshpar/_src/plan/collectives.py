@@ -46,7 +46,7 @@ class Collective:
         - ``ring``: ring steps overlapped with matmuls, half in each direction; ``pallas``: remote DMA of a kernel.
       why: why it has this algorithm, the main reason first, up to a semicolon; empty: there is no other.
       seconds: estimated for one run; None: not estimated.
-      content: (index of an operand of the op, key of its elements that are sent), as :attr:`rules.spmd.Send.content`.
+      content: (index of an operand of the op, key of its elements that are sent), as :attr:`rules.mesh_in_shard_map.Send.content`.
       hidden: of the seconds of one run, those during which its own op computes.
       first: index of the first torus dimension of its axes that it runs over (a ring runs over those before).
     """

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from ..compat.jax import body_consts, body_operands, literal_array
-from ..compat.loops import LoopParts, loop_parts
+from ..compat.loop_operands import LoopParts, loop_parts
 from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from ..program.primitives import add_row_p
@@ -19,8 +19,8 @@ from ..rules.rule import ADDED
 from .body_builder import BodyBuilder
 from .collectives import split_reduction
 from .decide import Facts, add_to_carry
+from .deferred_sums import addends
 from .emit import Emitter, Site
-from .partial import addends
 from .plan import Placement
 from .spec import replicated_spec, value_bytes
 from .steps import Barrier, Branch, Call, Constant, Loop, Shard, Step

@@ -18,8 +18,8 @@ from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind
 from .assignment import AxisAssignment
 from .checks import check_manual_axes
+from .deferred_sums import applicable_law, narrowed, narrows, reduce_in_values
 from .factors import axes_of_array, contiguous_only, spec_from_factors
-from .partial import applicable_law, narrowed, narrows, reduce_in_values
 from .reshape import reshape_axes
 from .spec import replicated_spec, shard_count
 from .traffic import (

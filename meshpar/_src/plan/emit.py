@@ -21,8 +21,8 @@ from .collective_records import CollectiveRecords
 from .collectives import Collective, is_all_reducible, split_reduction
 from .constants import ConstantMaker, inputs_for
 from .decide import OpDecision, Operand
+from .deferred_sums import readers_of
 from .memo import PlanCache
-from .partial import readers_of
 from .plan import Placement
 from .spec import replicated_spec
 from .steps import Constant, Reduce, Reshard, Scatter, Shard, Step, spec_after

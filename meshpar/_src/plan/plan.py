@@ -13,8 +13,8 @@ from ..compat.jax import axes_of_spec
 from ..dims import Dims, format_dims
 from ..hardware.chips import Chip
 from ..hardware.collective_ops import CollectiveOp
-from ..hardware.compiler import CompilerModel, compiler_model
-from ..hardware.options import Options
+from ..hardware.compiler_constants import CompilerModel, compiler_model
+from ..hardware.compiler_options import Options
 from ..hardware.topology import Torus
 from ..layout import AnyMesh, Layout, Rule, Spec, to_partition_spec
 from ..program.ir import Join, Op, Program, Value

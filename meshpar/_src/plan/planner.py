@@ -23,9 +23,9 @@ from .collective_records import AlgorithmChoices, CollectiveRecords, TooLong
 from .constants import large_constant_note
 from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, Operand, decide, is_reduced_after
+from .deferred_sums import deferrable, narrowed, narrows, readers_of
 from .emit import Emitter
 from .memo import PlanCache
-from .partial import deferrable, narrowed, narrows, readers_of
 from .plan import Plan, ShardedArray
 from .request import PlanRequest
 from .spec import replicated_spec, shard_count

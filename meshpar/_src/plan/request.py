@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..hardware.calibration import Calibrations
-from ..hardware.options import OptionsMode, TunedOptions
+from ..hardware.compiler_options import OptionsMode, TunedOptions
 from ..layout import AnyMesh, Layout
 
 
@@ -28,7 +28,7 @@ class PlanRequest:
       schedule: of pipelines, one of :data:`program.pipeline.SCHEDULES`.
       gather: when loops over microbatches all-gather weights, one of :data:`program.pipeline.GATHERS`; ``auto``: as is
         cheaper. None: ``microbatch`` in pipelines; in other loops ``step``, unless that plan exceeds the memory.
-      options: ``"auto"``: use the compiler options of :mod:`hardware.options`.
+      options: ``"auto"``: use the compiler options of :mod:`hardware.compiler_options`.
       compiler_options: the user's own compiler options.
       calibrations: measured efficiencies of devices, among them the plan's.
       tokens: of a step that generates one token of each sequence, the dim of the sequences; None: another step.

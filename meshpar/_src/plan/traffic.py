@@ -9,8 +9,8 @@ from typing import cast
 from ..hardware.collective_ops import CollectiveOp, wire_bytes
 from ..layout import Spec
 from ..program.ir import Op, Value
+from ..rules.mesh_in_shard_map import Send
 from ..rules.rule import Kind
-from ..rules.spmd import Send
 from .collectives import split_reduction
 from .factors import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...errors import CheckpointError, TargetError
-from ..options import add_flags
+from ..keywords_and_flags import add_flags
 from ..units import format_bytes, mesh_text
 from .checkpoint import bytes_of, facts_of, steps_of, verify
+from .cluster_job_manifest import Manifest, job_name, manifest
 from .foreign import to_safetensors
 from .launch import Job, launch
-from .manifest import Manifest, job_name, manifest
 
 _Kind = TypeVar("_Kind", Job, Manifest)
 LAUNCH = """\

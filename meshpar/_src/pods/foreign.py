@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from ...errors import CheckpointError, LayoutSyntaxError, RankError, UnsupportedError
-from ..adapters import Adapter
 from ..dims import did_you_mean, format_dims, path_matches
 from ..global_arrays import fetch, of_parts
+from ..low_rank_adapters import Adapter
 from .checkpoint import facts_of, needed, read_leaves
 from .names import by_name
 

@@ -31,7 +31,7 @@ from typing import BinaryIO
 
 from ...errors import TargetError
 from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, ELASTIC, LOSE, MEMORY, PROCESS, STUCK, TIMEOUT
-from ..options import option
+from ..keywords_and_flags import option
 from .memory import host_memory
 from .rendezvous import ended_file
 from .stop import listening_file

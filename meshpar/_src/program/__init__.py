@@ -23,7 +23,7 @@
     pipeline           rewrite: stacked layers as pipeline stages
 """
 
-from .declare import kernel_rule
+from .declare_kernel_rule import kernel_rule
 from .infer import infer
 from .ir import Frame, Join, Op, Program, Value
 from .trace import trace

@@ -1,4 +1,4 @@
-"""The uses of each dim of a program: the facts from which :mod:`program.inferred_names` infers names.
+"""The uses of each dim of a program: the facts from which :mod:`program.names_from_uses` infers names.
 
 Facts are about classes of equal dims (:mod:`program.names`), and only about the forward pass: the backward pass contracts the
 dims that the forward pass makes.
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-from ..compat.loops import loop_parts, operands_of_bodies
+from ..compat.loop_operands import loop_parts, operands_of_bodies
 from .ir import Frame, Op, Program, Value
 from .names import NONE
 from .roles import new_values

@@ -19,13 +19,13 @@ from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from ...errors import UnknownDimError
 from ..compat.jax import constraint_spec, literal_array
-from ..compat.loops import loop_parts, operands_of_bodies
+from ..compat.loop_operands import loop_parts, operands_of_bodies
 from ..dims import Dims, did_you_mean
 from ..rules import OpRule, bodies, no_rule, primitive, separated
 from ..rules.index import LookupDims
+from ..rules.mesh_in_shard_map import Factors
 from ..rules.rule import NameLink
 from ..rules.shape import reshape_order
-from ..rules.spmd import Factors
 from .ir import Frame, Join, Op, Program, Value
 from .names import NONE, DimSlice, Nodes, Unifier, joined_names
 from .primitives import name_dims_p, place_p

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from ..caches import LRUCache
 from ..compat.jax import bound_axis_names, has_user_line, module_of, on_host, package_line, pass_of, source_line
-from ..compat.loops import operands_of_bodies
+from ..compat.loop_operands import operands_of_bodies
 from ..dims import SPELLING_SIMILARITY, Dims, near
+from ..lru_cache import LRUCache
 from ..rules import primitive
 from ..rules.rule import OpRule
 from .names import Nodes, SubDim, Unifier
@@ -319,7 +319,7 @@ class Program:
       original: the program before a rewrite, if this one is its result (:mod:`program.divisible_rewrite`,
         :mod:`program.pipeline`).
       pipelines: its loops over layers that are rewritten as pipelines (:class:`program.pipeline.Pipeline`).
-      inferred: path of an argument → the names that :mod:`program.inferred_names` gave to its dims; empty if the user named dims.
+      inferred: path of an argument → the names that :mod:`program.names_from_uses` gave to its dims; empty if the user named dims.
       metadata_names: of the program as traced, the names of dims in the Flax metadata of its arguments and results.
       written: of the program as traced, the closed jaxpr before all changes.
     """

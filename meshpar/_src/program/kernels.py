@@ -22,8 +22,8 @@ from meshpar_kernels._choose import OUTLINE
 
 from ...errors import LayoutSyntaxError, RankError, UnsupportedError
 from ..compat.jax import one_trace_context, requires_devices
+from ..rules.mesh_in_shard_map import Axes, Factors, Send, Shapes
 from ..rules.rule import Kind, OpRule
-from ..rules.spmd import Axes, Factors, Send, Shapes
 
 F = TypeVar("F", bound=Callable[..., Any])
 

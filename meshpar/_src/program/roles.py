@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..compat.loops import operands_of_bodies
+from ..compat.loop_operands import operands_of_bodies
 from .ir import Op, Program, Value
 
 

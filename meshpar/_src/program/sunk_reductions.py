@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from ..compat.jax import equations
-from ..compat.loops import loop_parts
+from ..compat.loop_operands import loop_parts
 from ..rules import bodies, primitive
 from .jaxprs import readers, with_bodies, with_eqns
 from .primitives import reduce_in_p

@@ -13,10 +13,10 @@ from ..compat.jax import axes_of_spec, equations, in_auto_mesh, make_jaxpr, shar
 from ..layout import AnyMesh
 from ..rules.control_flow import run_bodies
 from ..units import mesh_text
-from .casts import with_merged_casts
 from .jaxprs import equations_of, rewrite, with_eqns
+from .merge_equal_casts import with_merged_casts
 from .primitives import place_p
-from .sums import with_matmuls_added_first
+from .reorder_additions import with_matmuls_added_first
 from .sunk_reductions import with_sunk_reductions
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 from ...errors import MeshparError
 from ..compat.jax import in_recomputation
 from ..cost.buffer_roles import buffer_roles
+from ..cost.device_computation import computation_of
 from ..cost.donation import donatable
 from ..cost.kernel_time import kernel_times
-from ..cost.kernels import computation_of
 from ..cost.memory import memory_of, with_donated
 from ..cost.time import time_of
 from ..dims import format_dims

@@ -9,8 +9,8 @@ from itertools import product, takewhile
 
 import jax.numpy as jnp
 
+from ..cost.device_computation import computation_of
 from ..cost.kernel_time import kernel_times
-from ..cost.kernels import computation_of
 from ..cost.schedule import schedules
 from ..plan.causes import name_of
 from ..plan.plan import Plan

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ..cost.flops import redundant_matmuls
 from ..dims import format_dims
-from ..hardware.options import flags_text
+from ..hardware.compiler_options import flags_text
 from ..iterables import grouped_by
 from ..plan.plan import Overlap, Plan
 from ..program.ir import Op, Program, Value

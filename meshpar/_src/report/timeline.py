@@ -13,9 +13,9 @@ from typing import Any
 from ...errors import UnsupportedError
 from ..cost.buffer_roles import pass_of_kernel
 from ..cost.caching import cached_on_plan
+from ..cost.device_computation import computation_of
 from ..cost.fusion import Computation, Kernel, line_of
 from ..cost.kernel_time import KernelTime, kernel_times
-from ..cost.kernels import computation_of
 from ..cost.schedule import schedules, separate_collectives
 from ..cost.time import time_of, unscheduled_seconds
 from ..dims import format_dims

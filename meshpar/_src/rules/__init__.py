@@ -29,6 +29,9 @@
 """
 
 from . import (
+    constant_index_gather as rearrange,
+)
+from . import (
     control_flow,
     cumulative,
     elementwise,
@@ -36,16 +39,17 @@ from . import (
     index,
     kernel,
     linalg,
-    mapped,
     matmul_conv,
     random,
-    rearrange,
     reduce,
     shape,
     sort,
     window,
 )
-from .local import check_local, refusal, run_local
+from . import (
+    user_shard_map as mapped,
+)
+from .local_forms import check_local, refusal, run_local
 from .registry import PRIMITIVES, Primitive, bodies, having, primitive, separated
 from .rule import OpRule, no_rule
 

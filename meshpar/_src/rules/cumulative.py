@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .local import LocalOp
+from .local_forms import LocalOp
+from .mesh_in_shard_map import Send, Shapes, axis_index
 from .partial import LINEAR_ALONG, Law, along
 from .registry import register
 from .rule import OpRule, exchange_kind, one_shape
-from .spmd import Send, Shapes, axis_index
 
 _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "cumsum": lax.add,

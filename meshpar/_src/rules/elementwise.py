@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import partial
-from .local import same
+from .local_forms import same
 from .registry import register
 
 

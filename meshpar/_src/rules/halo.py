@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .exchange import ZERO, Exchange, exchange_of, exchanged
+from .exchange_along_dim import ZERO, Exchange, exchange_of, exchanged
+from .mesh_in_shard_map import axis_index, table_entry
 from .one_owner import is_positive_zero
-from .spmd import axis_index, table_entry
 
 
 @dataclass(frozen=True, slots=True)

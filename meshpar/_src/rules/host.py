@@ -6,10 +6,10 @@ from typing import Any
 
 from jax import lax
 
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
+from .mesh_in_shard_map import axis_index, fine_names
 from .registry import Refusal, SplitOp, register
 from .rule import replicated
-from .spmd import axis_index, fine_names
 
 
 def _once(op: LocalOp, *xs: Any) -> list[Any]:

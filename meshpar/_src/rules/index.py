@@ -21,12 +21,12 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..compat.jax import aval_of, literal_array
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
+from .mesh_in_shard_map import Factors, axis_index
 from .one_owner import is_positive_zero, neutral, only_where
 from .partial import WRITES_INTO_ZEROS
 from .registry import SplitOp, always, register
 from .rule import Kind, NameLink, OpRule, indexed_kind
-from .spmd import Factors, axis_index
 
 
 def _one_index_of_a_split_array(op: SplitOp) -> bool:

@@ -14,10 +14,10 @@ import numpy as np
 from jax import lax
 
 from .flops import kernel_flops
-from .local import LocalOp
+from .local_forms import LocalOp
+from .mesh_in_shard_map import Grid, GroupedAxes, fine_names
 from .registry import always, register
 from .rule import OpRule
-from .spmd import Grid, GroupedAxes, fine_names
 
 MAX_SMALL_FRACTION = 1 / 8
 """Results of fewer bytes, relative to the first result, are computed together with it, by an optimization barrier."""

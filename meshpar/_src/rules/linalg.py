@@ -8,10 +8,10 @@ from typing import Any
 
 from jax import lax
 
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
+from .mesh_in_shard_map import Grid
 from .registry import always, register
 from .rule import OpRule, leading
-from .spmd import Grid
 
 
 def _batched(eqn, ins, outs, core: int) -> OpRule:

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from ..compat.jax import aval_of
 from ..compat.quirks import not_a_group
 from .halo import ShardWindow, dilate, fetch_window, sliding_window
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
 from .partial import CONTRACTS
 from .registry import SplitOp, always, register
 from .rule import OpRule, exchange_kind, with_halo_sends

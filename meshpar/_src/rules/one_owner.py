@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .spmd import on_words
+from .mesh_in_shard_map import on_words
 
 
 def neutral(dtype: Any) -> np.ndarray:

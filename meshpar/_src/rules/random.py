@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from ..compat.jax import aval_of, key_impl
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
 from .registry import register
 from .rule import OpRule, independent_of_data, leading, replicated
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from ..compat.jax import aval_of, bind
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
 from .partial import MOVES, along
 from .registry import SplitOp, register
 from .rule import Kind, OpRule, same_dims

@@ -14,12 +14,12 @@ from typing import Any, Literal, NamedTuple
 from jax.extend.core import JaxprEqn
 
 from ..compat.jax import bodies_of
+from .mesh_in_shard_map import Axes
 from .partial import Law
 from .rule import OpRule, RuleFn
-from .spmd import Axes
 
 LocalForm = Callable[..., list[Any]]
-"""(:class:`~rules.local.LocalOp`, *shards of the operands) → shards of the results."""
+"""(:class:`~rules.local_forms.LocalOp`, *shards of the operands) → shards of the results."""
 
 
 class SplitOp(NamedTuple):

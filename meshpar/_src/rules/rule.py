@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 
 from ..compat.jax import aval_of
 from .halo import ShardWindow
-from .spmd import Axes, Factors, Send, Shapes
+from .mesh_in_shard_map import Axes, Factors, Send, Shapes
 
 Kind = Literal["pass_through", "sum", "max", "min", "prod", "and", "or", "indexed", "need_replication", "permutation"]
 """The consequence of splitting a factor (Shardy's factor types).

@@ -19,7 +19,8 @@ from jax.extend.core import JaxprEqn
 
 from ..compat.jax import aval_of
 from .halo import ShardWindow, fetch_window, shard_window
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
+from .mesh_in_shard_map import Axes, Factors, Send, Shapes, axis_index
 from .one_owner import only_where
 from .partial import CONCATENATES, MOVES, PADS_WITH_ZEROS
 from .registry import register
@@ -35,7 +36,6 @@ from .rule import (
     replicated,
     with_halo_sends,
 )
-from .spmd import Axes, Factors, Send, Shapes, axis_index
 
 
 def broadcast_in_dim(eqn, ins, outs) -> OpRule:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
+from .mesh_in_shard_map import Send, Shapes, axis_index
 from .reduce import reduced_dims
 from .registry import always, register
 from .rule import OpRule, exchange_kind, one_shape
-from .spmd import Send, Shapes, axis_index
 
 Select = Callable[[Any, int], Sequence[Any]]
 """(array, k) → (its k best values, their indices)."""

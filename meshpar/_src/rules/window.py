@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 
 from .halo import ShardWindow, scatter_windows, sliding_window
-from .local import LocalOp, on_shards
+from .local_forms import LocalOp, on_shards
+from .mesh_in_shard_map import axis_index, table_entry
 from .reduce import identity
 from .registry import always, register
 from .rule import OpRule, exchange_kind, with_halo_sends
-from .spmd import axis_index, table_entry
 
 
 def window(eqn, ins, outs) -> OpRule:

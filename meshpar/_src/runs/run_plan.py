@@ -20,7 +20,7 @@ from ...errors import UnsupportedError
 from ..cost.time import time_of
 from ..dims import did_you_mean
 from ..hardware.chips import CHIPS
-from ..options import option
+from ..keywords_and_flags import option
 from ..plan.plan import Plan, ShardedArray
 from ..report.document import Document
 from ..report.facts import fits, layout_text, step_range, step_tokens, title

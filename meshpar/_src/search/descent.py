@@ -30,11 +30,11 @@ from .bounds import matmul_seconds
 from .evaluation import Evaluation, LimitReached, OutOfPatience, Settings
 from .options import SearchOptions
 from .pipeline_stages import STAGE, LayerStack, staged_meshes, staged_schemes, staged_space, verdict
-from .policy import POLICY
 from .result import CONVERGED, Search, quiet
 from .row import Row
 from .selection import Compile, search_result
 from .space import Dim, Point, Sizes, Space, meshes
+from .thresholds import POLICY
 
 
 def search(

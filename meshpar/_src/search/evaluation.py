@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import MeshparError
-from ..cost.kernels import free_caches
+from ..cost.device_computation import free_caches
 from ..hardware.topology import Torus, joined, torus_of_slices
 from ..layout import Layout
 from ..mesh import planned_mesh
@@ -25,9 +25,9 @@ from ..progress import Counted
 from ..units import format_memory, format_seconds
 from .bounds import Breakdown, LowerBound, lower_bounds
 from .options import SearchOptions
-from .policy import POLICY
 from .row import Row
 from .space import Move, Point, Sizes, Space, as_layout, renamed
+from .thresholds import POLICY
 
 
 class LimitReached(Exception):

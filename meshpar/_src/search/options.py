@@ -8,9 +8,9 @@ from typing import Any, TypedDict, get_args
 
 from ...errors import UnsupportedError
 from ..dims import check_choice
+from ..keywords_and_flags import option
 from ..layout import Layout
 from ..mesh import MeshSizes, parse_mesh
-from ..options import option
 from ..report.facts import USABLE_FRACTION
 from ..units import mesh_text
 from .row import Objective

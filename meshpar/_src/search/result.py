@@ -28,8 +28,8 @@ from ..report.hints import hints
 from ..report.tables import Cell, Table, hanging, key, number
 from ..units import format_bytes, format_memory, format_seconds, mesh_text
 from .picture import Picture
-from .policy import POLICY
 from .row import Objective, Row
+from .thresholds import POLICY
 
 MAX_TERMINAL_ROWS = 8
 """Candidates that the terminal lists, besides the known schemes and those with a letter in the plot."""

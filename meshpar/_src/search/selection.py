@@ -14,10 +14,10 @@ from typing import Any
 from ...errors import CompilerError
 from ..layout import Rule
 from .evaluation import Evaluation, used_together
-from .policy import POLICY
 from .result import Search
 from .row import Row
 from .space import Point, axis_names, renamed
+from .thresholds import POLICY
 
 Compile = Callable[[Row, bool], str]
 """Compiles a candidate, at full effort or not; returns a summary."""

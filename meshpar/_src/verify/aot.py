@@ -17,11 +17,11 @@ from rich.console import Group
 from rich.text import Text
 
 from ...errors import CompilerError, MeshError, UnsupportedError
-from ..compat.devices import is_compile_only, lowered_parts
+from ..compat.compile_only_devices import is_compile_only, lowered_parts
 from ..compat.jax import without_gc
 from ..cost.memory import memory_of
 from ..cost.time import time_of
-from ..hardware.options import flags_text
+from ..hardware.compiler_options import flags_text
 from ..hardware.topology import Places, chip_of, topology_devices, topology_of
 from ..iterables import grouped_by
 from ..layout import AnyMesh
@@ -34,12 +34,12 @@ from ..report.facts import calibration_text, kernel_seconds, layout_text
 from ..report.tables import Cell, PathText, Table, Wrapped, ratio
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
+from .compilation_jobs import Archive, Job, Progress, compile_job
 from .compiler import FINAL, PARTITIONED
 from .exposed import Exposed, exposed
 from .flops import flops
 from .hlo import HloCollective
-from .jobs import Archive, Job, Progress, compile_job
-from .memory import capacity_of, out_of_memory
+from .out_of_memory_error import capacity_of, out_of_memory
 
 Effort = Literal["fast", "full"]
 

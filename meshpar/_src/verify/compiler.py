@@ -45,7 +45,7 @@ def compile_job(module: bytes, job: dict[str, Any], dump: Path) -> tuple[dict[st
     """(facts, texts); facts have ``error`` if the compiler rejects the program."""
     import jax
 
-    from ..compat.devices import compile_parts
+    from ..compat.compile_only_devices import compile_parts
     from ..hardware.topology import topology_devices
 
     cpu = job["topology"].startswith("cpu:")

@@ -24,7 +24,7 @@ from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Places
 from .hlo import HloCollective, branches_of, collective_of, estimate, inside
 from .hlo_text import Instruction, Module, parse
-from .loops import Scope, trip_count
+from .trip_counts import Scope, trip_count
 
 _MATMULS = frozenset({"convolution", "dot"})
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..hardware.collective_ops import wire_bytes
 from .hlo_text import CALLS, Instruction, Module, arrays, byte_size, closing, parse
-from .loops import Scope, trip_count
+from .trip_counts import Scope, trip_count
 
 _GROUPED = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 KINDS = (*_GROUPED, "ragged-all-to-all", "collective-permute", "collective-broadcast")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ...errors import UnsupportedError
 from ..compat.jax import pass_of
-from ..cost.kernels import computation_of
+from ..cost.device_computation import computation_of
 from ..cost.schedule import schedules
 from ..cost.time import time_of
 from ..hardware.collective_ops import collective_volume

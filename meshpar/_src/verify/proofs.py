@@ -11,7 +11,7 @@ from ...errors import UnsupportedError
 from ..compat.jax import abstract_array, axes_of_spec, make_generated_jaxpr, on_host
 from ..lower import lower_to_shard_map
 from ..plan.plan import Plan
-from ..rules.spmd import Grid
+from ..rules.mesh_in_shard_map import Grid
 from .prove import DECOMPOSED, Claims, Proof, prove_program
 
 

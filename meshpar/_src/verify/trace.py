@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from ...errors import UnsupportedError
-from ..compat.devices import hlo_text
+from ..compat.compile_only_devices import hlo_text
 from .hlo_text import Module, parse
 
 _METADATA_PLANE = b"/host:metadata"

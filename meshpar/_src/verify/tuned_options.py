@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ...errors import MeshparError
 from ..compat.versions import installed_version
-from ..hardware.options import OptionGroup, TunedOptions, flags_text
+from ..hardware.compiler_options import OptionGroup, TunedOptions, flags_text
 from ..report.tables import Cell, Table, ratio
 from ..units import format_memory, format_seconds
 from .aot import Compiled

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from meshpar._src.compat.jax import axes_of_spec
-from meshpar._src.verify.prove.fragments import ALL
+from meshpar._src.verify.prove.non_block_shards import ALL
 from meshpar._src.verify.prove.relation import Context, Fragments, Rel
 from meshpar._src.verify.prove.term import Terms, number_of, table_of
 from meshpar._src.verify.prove.walk import Walk

@@ -22,7 +22,7 @@ from meshpar_kernels.dispatch.differentiable import KERNELS
 from meshpar_kernels.grouped_matmul.activations import activate
 
 from ...compat.jax import default_promotion
-from ...program.declare import kernel_rule
+from ...program.declare_kernel_rule import kernel_rule
 from ...program.kernels import KernelSend, KernelWork, ShardCounts
 from ..scaled_matmul import FORMATS_OF_EXPERTS, rounded, with_rounded_gradient
 from .exchange_choice import OVERLAPS, Exchange, choose_exchange

@@ -32,7 +32,7 @@ from meshpar_kernels.dispatch.differentiable import KERNELS
 
 from ....errors import MeshparError
 from ...compat.jax import default_promotion
-from ...program.declare import kernel_rule
+from ...program.declare_kernel_rule import kernel_rule
 
 
 @functools.partial(

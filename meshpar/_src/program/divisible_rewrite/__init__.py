@@ -5,8 +5,8 @@ minor dim of ``x`` is split, a shard of it is not a block of ``jnp.ravel(x)``. P
 The rewritten program represents them by arrays that do divide, as long as the ops that read them can be applied to these arrays:
 
 - An *indexed view* is a table of elements of the array along some dims. The tables of slices of concatenations of slices compose to
-  one table, by which the primitive ``rearrange`` exchanges elements (:mod:`rules.rearrange`). Elementwise ops, matmuls and
-  reductions of 15 rows are computed on 16 (a *padded dim*); the last row is masked where it would change the result.
+  one table, by which the primitive ``rearrange`` exchanges elements (:mod:`rules.constant_index_gather`). Elementwise ops, matmuls
+  and reductions of 15 rows are computed on 16 (a *padded dim*); the last row is masked where it would change the result.
 - A *collapsed view* is a reshape of the array that only merges dims. Contractions are applied before it.
 
 A lookup of one element per row, ``x[jnp.arange(n), i]``, becomes a batched lookup. Any other op reads the value of a view, which a

@@ -12,7 +12,7 @@ from jax import lax
 from ...compat.jax import Atom, bind, literal_array
 from ...iterables import operands_first
 from ...rules import ELEMENTWISE
-from ...rules.local import plain_params
+from ...rules.local_forms import plain_params
 from ..ir import Op, Value
 
 MAX_USES = 4

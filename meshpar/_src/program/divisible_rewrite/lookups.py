@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from ...rules.exchange import ZERO
+from ...rules.exchange_along_dim import ZERO
 from ...rules.index import LookupDims
 from ..ir import Value
 from .rewriter import Site

@@ -15,8 +15,8 @@ from typing import Any
 from jax.extend.core import Var
 
 from ...rules import OpRule, run_local
+from ...rules.mesh_in_shard_map import Factors
 from ...rules.reduce import REDUCTION_KINDS, identity
-from ...rules.spmd import Factors
 from ..ir import Op
 from ..primitives import name_dims_p
 from .rewriter import Site

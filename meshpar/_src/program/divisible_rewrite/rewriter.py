@@ -13,10 +13,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from ...compat.jax import Atom, bind, body_consts, body_operands, on_host, replace_body
-from ...compat.loops import loop_parts
-from ...rules.exchange import ANY
+from ...compat.loop_operands import loop_parts
+from ...rules.constant_index_gather import rearrange
+from ...rules.exchange_along_dim import ANY
 from ...rules.one_owner import is_positive_zero
-from ...rules.rearrange import rearrange
 from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Program, Value
 from ..jaxprs import equations_of, live, variables
@@ -312,7 +312,7 @@ def representation(scope: Scope, atom: Atom) -> Any:
 
 
 def rearranged(x: Any, tables: Mapping[int, np.ndarray]) -> Any:
-    """An array with the elements of a table along each of some dims (:func:`~rules.rearrange.rearrange`)."""
+    """An array with the elements of a table along each of some dims (:func:`~rules.constant_index_gather.rearrange`)."""
     for d, table in tables.items():
         x = rearrange(x, d, table)
     return x

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from ...compat.jax import on_host
-from ...rules.exchange import ANY, ZERO
+from ...rules.exchange_along_dim import ANY, ZERO
 from ..ir import Value
 from .rewriter import Site, rearranged, representation
 from .views import DimIndices, IndexedView, PaddedDim

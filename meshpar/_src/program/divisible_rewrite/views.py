@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...compat.jax import Atom
-from ...rules.exchange import ANY, ZERO
+from ...rules.exchange_along_dim import ANY, ZERO
 
 
 class PaddedDim(NamedTuple):
@@ -34,7 +34,7 @@ class DimIndices:
     """The elements of a source dim that a view consists of.
 
     Attributes:
-      table: for every element of the view, its index in the source dim; :data:`~rules.exchange.ZERO` for a zero.
+      table: for every element of the view, its index in the source dim; :data:`~rules.exchange_along_dim.ZERO` for a zero.
       shards: number of shards of the source dim.
     """
 

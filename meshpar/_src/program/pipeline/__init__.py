@@ -34,11 +34,11 @@ from ..infer import infer_like
 from ..ir import Frame, Op, Program
 from ..jaxprs import abstract, inline, renamed
 from .find import LayerLoop, indexed_stacks, layer_loops, microbatch_loop
-from .narrow import Gathered, ValueAxes, cast_stacks, gather_stacks, gathered_dims
+from .hoist_casts_and_gathers import Gathered, ValueAxes, cast_stacks, gather_stacks, gathered_dims
 from .rewrite import TickLoops, one_microbatch
+from .run_all_stages import Stages
 from .schedule import GATHERS, SCHEDULES, GatherName, Schedule, ScheduleName
 from .segments import divide, order_of
-from .slots import Stages
 from .split import split_backward
 
 

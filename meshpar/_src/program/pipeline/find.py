@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ....errors import UnsupportedError
-from ...compat.loops import loop_parts
+from ...compat.loop_operands import loop_parts
 from ...rules.rule import REDUCTIONS
 from ..ir import Op, Program, Value
 

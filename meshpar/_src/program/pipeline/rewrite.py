@@ -27,13 +27,13 @@ from jax.extend.core import JaxprEqn, Literal
 
 from ....errors import UnsupportedError
 from ...compat.jax import Atom, at_line_of, bind, on_host, with_weak_type, zeros
-from ...compat.loops import loop_parts
+from ...compat.loop_operands import loop_parts
 from ..jaxprs import live
 from ..primitives import rename_dims_p
 from .find import LayerLoop
+from .run_all_stages import RoundOfStack, Slot, Stages, Time, run_slots
 from .schedule import Schedule, interval_rows
 from .segments import CONSTANT, INVARIANT, Body, Place, stack_of
-from .slots import RoundOfStack, Slot, Stages, Time, run_slots
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

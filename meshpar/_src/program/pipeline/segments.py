@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from ....errors import UnsupportedError
 from ...compat.jax import Atom, aval_of, body_consts, body_operands
-from ...compat.loops import loop_parts
+from ...compat.loop_operands import loop_parts
 from ...iterables import grouped
 from ...rules import primitive
 from ..ir import Frame, Op

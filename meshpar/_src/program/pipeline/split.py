@@ -15,7 +15,7 @@ from typing import Any
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from ...compat.jax import closed_parts
-from ...compat.loops import loop_parts
+from ...compat.loop_operands import loop_parts
 from ...rules import primitive
 from ..ir import Op
 from ..jaxprs import flatten, live, variables

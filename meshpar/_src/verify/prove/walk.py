@@ -13,14 +13,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from ...compat.jax import aval_of, axes_of_spec, interpret, scan_counts, source_line, without_dead_code
 from . import loops
+from .certificate import Proof, Result
 from .claims import Claims, differences
-from .fragments import OF_FRAGMENTS, of_one_device
 from .laws import act, axes_text, not_partial, partial_of
 from .lemmas import LOCAL_FORM, family_of, lemma_of, of_full_arrays
 from .lemmas.elementwise import IDENTITIES
 from .loops import Loop
+from .non_block_shards import OF_FRAGMENTS, of_one_device
 from .relation import Cause, Context, Fragments, Known, Rel, Spec, Unverified, mapped, require
-from .report import Proof, Result
 from .term import Terms
 
 CALLS = frozenset(

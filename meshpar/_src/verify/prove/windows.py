@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .device_values import orders
-from .fragments import common_fill, element_table, in_mesh_order, with_table
+from .non_block_shards import common_fill, element_table, in_mesh_order, with_table
 from .relation import Context, Rel, require
 from .term import Term
 

@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
-from ..fragments import gather_fragments, in_mesh_order, permute_fragments
 from ..laws import axes_text
+from ..non_block_shards import gather_fragments, in_mesh_order, permute_fragments
 from ..relation import Context, Fragments, Rel, out_dtype, out_shape, require
 from .reduce import reduced_along
 from .table import lemma

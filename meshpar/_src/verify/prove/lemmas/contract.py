@@ -8,8 +8,8 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from ..fragments import contraction_blocks, element_table, in_mesh_order, sum_over_blocks
 from ..laws import act, one_partial
+from ..non_block_shards import contraction_blocks, element_table, in_mesh_order, sum_over_blocks
 from ..relation import Context, Fragments, Rel, Unverified, axes_of_dims, out_dtype, out_shape, require
 from ..term import Term, frozen
 from ..windows import block_of_windows, candidates, reads

@@ -12,7 +12,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ..device_values import INTEGERS, axes_of, evaluate, leaves, resolved
-from ..fragments import (
+from ..laws import act, not_partial, one_partial, partial_of
+from ..non_block_shards import (
     add_incomplete_sums,
     fill_of,
     known_pads,
@@ -20,7 +21,6 @@ from ..fragments import (
     mask_fragments,
     of_chosen_device,
 )
-from ..laws import act, not_partial, one_partial, partial_of
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from ..term import Term, constant, frozen, is_float, is_zero, number_of
 from .table import Lemma, lemma

@@ -13,8 +13,8 @@ from jax.lax import GatherScatterMode
 
 from ....compat.jax import aval_of
 from ..device_values import INTEGERS, Rows, axes_of, constant_rows, evaluate, leaves, owned
-from ..fragments import take_positions, update_fragments
 from ..laws import ALL, act, axes_text, not_partial, partial_of
+from ..non_block_shards import take_positions, update_fragments
 from ..relation import Context, Rel, axes_of_dims, out_dtype, out_shape, require
 from ..term import Term, frozen, is_zero, number_of
 from .shape import sliced

@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from ....compat.jax import aval_of
-from ..fragments import concatenate_fragments, pad_fragments, take_positions
 from ..laws import act, partial_of
+from ..non_block_shards import concatenate_fragments, pad_fragments, take_positions
 from ..relation import Context, Rel, out_dtype, out_shape, require
 from ..term import Term
 from .table import lemma
