@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from tables import Table
 
 import meshpar as mp
-from meshpar._src.verify.flops import flops
+from meshpar._src.verify.hlo_flops import flops
 from meshpar.layers import MoEExecution, moe
 from meshpar_kernels.published_model_shapes import MODELS
 

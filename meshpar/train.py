@@ -5,7 +5,7 @@ from ._src.layers import checkpoint_policies
 from ._src.layers.accumulate import accumulate_gradients, microbatches_for
 from ._src.layers.eight_bit_optimizer_state import MOMENTS, low_bits
 from ._src.layers.loss_scale import LossScale, noise_scale
-from ._src.layers.offload import offload
+from ._src.layers.offload_moments import offload
 from ._src.low_rank_adapters import lora
 from ._src.precision import Precision
 

@@ -4,6 +4,7 @@
 """
 
 from ._src.cost.decoding import Decoding
+from ._src.eight_bit_weights import Quantized
 from ._src.entry.exported import Exported, ExportedArray
 from ._src.entry.jitted import Jitted
 from ._src.entry.local_sgd import LocalSgd
@@ -16,7 +17,6 @@ from ._src.measurement import CalibrationResult, CalibrationRow
 from ._src.moves.move import Move
 from ._src.plan.collectives import Collective
 from ._src.program.kernels import KernelSend, KernelWork
-from ._src.quantization import Quantized
 from ._src.report import PlanDiff
 from ._src.runs import Goodput, RunPlan, RunRow
 from ._src.search import Row, Search

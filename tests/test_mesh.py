@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import meshpar as mp
-from meshpar._src.compat.processes import ELASTIC
+from meshpar._src.compat.coordination import ELASTIC
 from meshpar._src.hardware.topology import topology_devices
 from meshpar._src.mesh import planned_mesh
 from meshpar.errors import LayoutSyntaxError, MeshError

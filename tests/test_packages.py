@@ -36,7 +36,7 @@ def test_the_docstring_of_a_package_lists_its_modules(package):
 OWN_LISTS = {
     "layers/recurrence.py:_LINEAR": "ops that this function composes: linear in a float, rounding aside",
     "plan/emit.py:_NOT_RECOMPUTED": "a choice of the planner among cheap ops, not a property of an op",
-    "program/divisible_rewrite/integers.py:_MOVES": "ops that this module evaluates on integers",
+    "program/divisible_rewrite/constant_integers.py:_MOVES": "ops that this module evaluates on integers",
     "verify/wide.py:_OWN_DTYPES": "ops whose operands have a dtype by contract",
 }
 """Module constants that list primitives although the registry is to be asked, and why."""

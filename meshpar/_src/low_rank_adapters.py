@@ -15,12 +15,12 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jax.typing import DTypeLike
 
 from ..errors import PatternError, UnsupportedError
-from .compat import nnx
+from .compat import lazy_nnx as nnx
 from .compat.jax import SourceInfo, at_source, bind, interpret, make_jaxpr, source_line, source_of
 from .dims import did_you_mean, path_matches
+from .eight_bit_weights import dequantize
 from .flax import Leaf, flatten_named
 from .program.primitives import name_dims_p
-from .quantization import dequantize
 from .rules import primitive
 from .rules.control_flow import run_bodies
 

@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ..errors import IdleDevicesWarning, LayoutSyntaxError, MeshError
 from .compat.compile_only_devices import device_mesh as ordered_devices
+from .compat.coordination import DEVICES, ELASTIC, process_count
 from .compat.jax import mesh_in_context, user_stacklevel, with_auto_axes
-from .compat.processes import DEVICES, ELASTIC, process_count
 from .dims import NAME
 from .hardware.topology import check_fills, parse_topology, topology_devices
 from .layout import AnyMesh

@@ -20,8 +20,8 @@ from ..errors import LayoutSyntaxError, PatternError, UnsupportedError
 from .compat.jax import make_jaxpr
 from .dims import DimsLike, PathDims, did_you_mean, path_matches
 from .flax import dims_of, flatten_named
+from .layers.rewrite_weight_matmuls import with_scaled_matmuls
 from .layers.scaled_matmul import FORMATS, ScaledFormat
-from .layers.weight_matmuls import with_scaled_matmuls
 from .program.primitives import reduce_in
 
 

@@ -6,11 +6,11 @@ The experts as modules are ``meshpar.layers.nnx.MoE`` and ``meshpar.layers.linen
 import importlib
 from types import ModuleType
 
+from .._src.eight_bit_weights import dequantize, quantize
 from .._src.layers.attention import attention
 from .._src.layers.loss import cross_entropy
 from .._src.layers.moe import ROUTERS, MoEAux, MoEExecution, Routing, moe, update_bias
 from .._src.layers.recurrence import recurrence
-from .._src.quantization import dequantize, quantize
 
 __all__ = [
     "ROUTERS",

@@ -15,7 +15,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported, by_default, devices_on, dispatch, refuse_sharded
 from meshpar_kernels.collective_matmul import gpu, reference, ring, tpu_gather, tpu_scatter, xla
 from meshpar_kernels.collective_matmul import tpu_common as tpu
-from meshpar_kernels.collective_matmul.dots import Axes, Dot
+from meshpar_kernels.collective_matmul.dot_dims import Axes, Dot
 from meshpar_kernels.config import Config, keywords_in_config, only_num_sms
 
 Implementations = Mapping[str, Callable[..., Any] | Unsupported]

@@ -11,11 +11,11 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._nvlink import machine_reasons
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_kernels
-from meshpar_kernels.collective_matmul.dots import Axes
+from meshpar_kernels.collective_matmul.dot_dims import Axes
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, BlockOrder
 from meshpar_kernels.collective_matmul.gpu_peers import COLUMNS, SLOTS
 from meshpar_kernels.grouped_matmul.gpu import DTYPES, INNER, MOST_STAGES, ROW_BYTES, SMEM_BYTES
-from meshpar_kernels.grouped_matmul.gpu_tiles import ROWS, Tile, misaligned, tile_columns
+from meshpar_kernels.grouped_matmul.gpu_common import ROWS, Tile, misaligned, tile_columns
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 
 KERNELS = {9: gpu_hopper, 10: gpu_blackwell}

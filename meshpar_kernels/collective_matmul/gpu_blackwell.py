@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from meshpar_kernels.collective_matmul.gpu_hopper import Roles
 from meshpar_kernels.collective_matmul.gpu_order import BlockOrder
 from meshpar_kernels.grouped_matmul import blackwell
-from meshpar_kernels.grouped_matmul.gpu_tiles import smem
+from meshpar_kernels.grouped_matmul.gpu_common import smem
 
 PARTS, LAYOUT = 1, "TCGEN05"
 """As in `gpu_hopper`."""

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels.collective_matmul.gpu_order import BlockOrder
 from meshpar_kernels.grouped_matmul import hopper
-from meshpar_kernels.grouped_matmul.gpu_tiles import ROWS, smem
+from meshpar_kernels.grouped_matmul.gpu_common import ROWS, smem
 
 PARTS = hopper.CONSUMERS
 """Warpgroups that share the rows of a tile."""

@@ -23,8 +23,8 @@ from meshpar_kernels._nvlink import DeviceGroup
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collective_matmul.gpu_hopper import Roles
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, BlockOrder
+from meshpar_kernels.grouped_matmul.gpu_common import share, smem, staging_columns, write
 from meshpar_kernels.grouped_matmul.gpu_launch import launch
-from meshpar_kernels.grouped_matmul.gpu_tiles import share, smem, staging_columns, write
 
 
 def _loads(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import cdiv
 
-from meshpar_kernels.grouped_matmul.gpu_tiles import Each, Tile, each_tile, rasterize
+from meshpar_kernels.grouped_matmul.gpu_common import Each, Tile, each_tile, rasterize
 
 PIECE = 64
 """Rows and columns of one chunk that a gather sends: 8 KiB in bfloat16."""

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels._nvlink import DeviceGroup
 from meshpar_kernels.collective_matmul.gpu_order import PIECE, BlockOrder
-from meshpar_kernels.grouped_matmul.gpu_tiles import ring, share
+from meshpar_kernels.grouped_matmul.gpu_common import ring, share
 
 AHEAD = 1
 """Chunks that are prefetched before the chunk that is sent."""

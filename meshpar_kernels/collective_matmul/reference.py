@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype
+from meshpar_kernels.collective_matmul.dot_dims import Axes, Dot, accumulator_dtype
 
 
 def gather_dots(x: jax.Array, others: list[jax.Array], dots: list[Dot], axis_name: Axes, dim: int) -> list[jax.Array]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels.collective_matmul.dots import Axes, Dot, accumulator_dtype, block_of, place_of
+from meshpar_kernels.collective_matmul.dot_dims import Axes, Dot, accumulator_dtype, block_of, place_of
 from meshpar_kernels.collective_matmul.schedule import full_hops, split_rows
 
 TILE = 256

@@ -24,7 +24,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels._numerics import cost
-from meshpar_kernels.collective_matmul.dots import Axes
+from meshpar_kernels.collective_matmul.dot_dims import Axes
 from meshpar_kernels.collectives.run_by_ppermute import rank_of
 from meshpar_kernels.collectives.tpu_one_shot_all_reduce import coordinates, entry_barrier
 from meshpar_kernels.grouped_matmul.tpu_tile_matmul import in_blocks

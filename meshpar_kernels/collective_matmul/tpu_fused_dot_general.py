@@ -20,7 +20,7 @@ from jax import lax
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.collective_matmul import ring, tpu_gather, tpu_scatter
 from meshpar_kernels.collective_matmul import tpu_common as tpu
-from meshpar_kernels.collective_matmul.dots import Axes, Dot
+from meshpar_kernels.collective_matmul.dot_dims import Axes, Dot
 
 
 class _Sides(NamedTuple):

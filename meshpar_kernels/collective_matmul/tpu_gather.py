@@ -21,7 +21,7 @@ from jax.experimental.pallas import cdiv
 from jax.experimental.pallas import tpu as pltpu
 
 from meshpar_kernels.collective_matmul import tpu_common as tpu
-from meshpar_kernels.collective_matmul.dots import Axes
+from meshpar_kernels.collective_matmul.dot_dims import Axes
 from meshpar_kernels.collective_matmul.schedule import full_hops
 from meshpar_kernels.collectives.run_by_ppermute import axes_and_sizes
 

@@ -13,11 +13,12 @@ from jax import lax
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import devices_on, dispatch, refuse_sharded
+from meshpar_kernels.collectives import gpu_nvls_gather_and_scatter as nvls
 from meshpar_kernels.collectives import gpu_one_shot_all_reduce as gpu
-from meshpar_kernels.collectives import native, nvls, ring_tpu
+from meshpar_kernels.collectives import native, ring_tpu
 from meshpar_kernels.collectives import run_by_ppermute as ppermute
 from meshpar_kernels.collectives import tpu_one_shot_all_reduce as tpu
-from meshpar_kernels.collectives.table import table_of
+from meshpar_kernels.collectives.schedule_table import table_of
 
 Algorithm = Literal["native", "staged", "hierarchical", "ring", "pallas"]
 

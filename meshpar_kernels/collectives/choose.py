@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from meshpar_kernels.collectives.table import Line, chunks_of, hops_along
+from meshpar_kernels.collectives.schedule_table import Line, chunks_of, hops_along
 
 SMALL_BYTES = 4 << 20
 """Largest array of the one-shot all-reduce: larger ones are limited by link bandwidth, not by latency."""

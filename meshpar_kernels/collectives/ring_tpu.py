@@ -19,7 +19,7 @@ from meshpar_kernels._choose import Unsupported
 from meshpar_kernels._collective_ids import collective_id
 from meshpar_kernels._numerics import cost
 from meshpar_kernels.collectives.run_by_ppermute import rank_of, window
-from meshpar_kernels.collectives.table import Table
+from meshpar_kernels.collectives.schedule_table import Table
 from meshpar_kernels.collectives.tpu_one_shot_all_reduce import coordinates, entry_barrier
 
 DEPTH = 2

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from meshpar_kernels import _compat
-from meshpar_kernels.collectives.table import Table, Transfer
+from meshpar_kernels.collectives.schedule_table import Table, Transfer
 
 
 def axes_and_sizes(axis_name: str | Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:

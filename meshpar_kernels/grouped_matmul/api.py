@@ -13,8 +13,8 @@ import numpy as np
 from meshpar_kernels._choose import refuse_sharded
 from meshpar_kernels.config import Config, keywords_in_config
 from meshpar_kernels.grouped_matmul.activations import ACTIVATIONS
+from meshpar_kernels.grouped_matmul.choose_implementation import Options
 from meshpar_kernels.grouped_matmul.gradients import matmul_with_gradient, transpose_with_gradient
-from meshpar_kernels.grouped_matmul.matmuls import Options
 from meshpar_kernels.grouped_matmul.problem import QUANTIZED, MatmulProblem, TransposeProblem
 
 

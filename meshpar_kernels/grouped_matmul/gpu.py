@@ -11,8 +11,8 @@ from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
 from meshpar_kernels.config import Config
 from meshpar_kernels.grouped_matmul import blackwell, hopper
-from meshpar_kernels.grouped_matmul.gpu_tiles import ROWS as PART
-from meshpar_kernels.grouped_matmul.gpu_tiles import Tile, misaligned, tile_columns
+from meshpar_kernels.grouped_matmul.gpu_common import ROWS as PART
+from meshpar_kernels.grouped_matmul.gpu_common import Tile, misaligned, tile_columns
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT
 from meshpar_kernels.tuning_table import MatmulKey

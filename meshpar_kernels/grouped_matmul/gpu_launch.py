@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul.gpu_tiles import CLUSTER, Tile, cluster_count
+from meshpar_kernels.grouped_matmul.gpu_common import CLUSTER, Tile, cluster_count
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem, padded_scale
 from meshpar_kernels.grouped_matmul.schedule import span_tile_steps
 

@@ -14,7 +14,7 @@ from meshpar_kernels import _compat
 from meshpar_kernels._numerics import no_tangent, row_dots
 from meshpar_kernels.config import Config
 from meshpar_kernels.grouped_matmul.activations import activate
-from meshpar_kernels.grouped_matmul.matmuls import Options, gather, run
+from meshpar_kernels.grouped_matmul.choose_implementation import Options, gather, run
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, Problem, TransposeProblem
 
 

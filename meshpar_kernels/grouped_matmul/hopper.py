@@ -37,7 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
-from meshpar_kernels.grouped_matmul import gpu_tiles as parts
+from meshpar_kernels.grouped_matmul import gpu_common as parts
 from meshpar_kernels.grouped_matmul.gpu_launch import launch_matmul, launch_transpose
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 from meshpar_kernels.grouped_matmul.schedule import Spans

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 
 from meshpar_kernels import _compat
 from meshpar_kernels._choose import Unsupported
+from meshpar_kernels.grouped_matmul.gpu_common import ROWS, Tile, each_row_tile, ring, row_staging, smem
 from meshpar_kernels.grouped_matmul.gpu_launch import launch
-from meshpar_kernels.grouped_matmul.gpu_tiles import ROWS, Tile, each_row_tile, ring, row_staging, smem
 from meshpar_kernels.grouped_matmul.hopper import CONSUMERS, row_parts, walk
 from meshpar_kernels.grouped_matmul.schedule import ALIGNMENT, Spans, group_bounds, span_tile_steps
 

@@ -10,7 +10,7 @@ import pytest
 from arrays import bf16
 
 import meshpar as mp
-from meshpar._src.compat.versions import installed_version
+from meshpar._src.compat.installed_versions import installed_version
 from meshpar._src.hardware.chips import CHIPS
 from meshpar._src.hardware.compiler_options import GROUPS, TunedOptions, choose_options, read_tuned
 from meshpar._src.hardware.topology import topology_devices

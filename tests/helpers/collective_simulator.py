@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from meshpar_kernels.collectives.table import Table
+from meshpar_kernels.collectives.schedule_table import Table
 
 Link = tuple[int, int, int]
 """A directed link of the torus: source rank, dim, and direction +1 or -1."""

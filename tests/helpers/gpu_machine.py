@@ -31,10 +31,11 @@ from kernel_machine import PLAIN, Buffer, Devices, Fault, Op, Ref, Schedule, Sem
 
 from meshpar_kernels import _compat, _nvlink
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_kernels, gpu_order, gpu_peers
+from meshpar_kernels.collectives import gpu_nvls_gather_and_scatter as nvls
 from meshpar_kernels.collectives import gpu_one_shot_all_reduce as small
-from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
-from meshpar_kernels.grouped_matmul import blackwell, gpu_tiles, hopper, hopper_scaled
+from meshpar_kernels.grouped_matmul import blackwell, hopper, hopper_scaled
+from meshpar_kernels.grouped_matmul import gpu_common as gpu_tiles
 from meshpar_kernels.routing import gpu_rows
 
 KERNEL_MODULES = [hopper, hopper_scaled, blackwell, gpu_tiles, small, nvls, gpu_rows, exchange, _nvlink]

@@ -15,12 +15,12 @@ from kernel_machine import PLAIN, Fault, Machine
 
 from meshpar_kernels.collective_matmul import gpu as fused
 from meshpar_kernels.collective_matmul import gpu_blackwell, gpu_hopper, gpu_kernels
+from meshpar_kernels.collectives import gpu_nvls_gather_and_scatter as nvls
 from meshpar_kernels.collectives import gpu_one_shot_all_reduce as small
-from meshpar_kernels.collectives import nvls
 from meshpar_kernels.dispatch import gpu as exchange
 from meshpar_kernels.dispatch.runs import Runs
 from meshpar_kernels.grouped_matmul import blackwell, hopper, hopper_scaled
-from meshpar_kernels.grouped_matmul.gpu_tiles import Tile
+from meshpar_kernels.grouped_matmul.gpu_common import Tile
 from meshpar_kernels.grouped_matmul.problem import MatmulProblem, TransposeProblem
 
 F16, F32 = np.dtype(np.float16), np.dtype(np.float32)

@@ -5,7 +5,7 @@ import math
 import pytest
 from collective_simulator import simulate
 
-from meshpar_kernels.collectives.table import gather_table, hops_along, table_of
+from meshpar_kernels.collectives.schedule_table import gather_table, hops_along, table_of
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 SIZES = [(2,), (3,), (4,), (5,), (7,), (8,), (2, 2), (2, 4), (3, 4), (4, 4), (2, 3, 4)]

@@ -7,7 +7,7 @@ from collective_simulator import simulate
 
 from meshpar_kernels.collectives import Axis, choose
 from meshpar_kernels.collectives.choose import ring_profile
-from meshpar_kernels.collectives.table import table_of
+from meshpar_kernels.collectives.schedule_table import table_of
 
 V5E = [Axis(16, True, 45.0, 1e-6), Axis(16, True, 45.0, 1e-6)]
 MIB = 2.0**20

@@ -13,7 +13,7 @@ from test_exchange import exchanged, permuted
 
 from meshpar_kernels import all_to_all, collective_permute
 from meshpar_kernels.collectives import all_gather, all_reduce_small, reduce_scatter, ring_tpu
-from meshpar_kernels.collectives.table import table_of
+from meshpar_kernels.collectives.schedule_table import table_of
 
 P = PartitionSpec
 MODES = ("on_wait", "eager")

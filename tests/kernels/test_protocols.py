@@ -10,8 +10,8 @@ from kernel_machine import SCHEDULES, Fault, noticed
 
 from meshpar_kernels.collective_matmul import gpu_peers
 from meshpar_kernels.collectives import ring_tpu
-from meshpar_kernels.collectives.table import table_of
-from meshpar_kernels.grouped_matmul import gpu_tiles
+from meshpar_kernels.collectives.schedule_table import table_of
+from meshpar_kernels.grouped_matmul import gpu_common as gpu_tiles
 
 TPU, GPU = tpu_runs.kernels(), gpu_runs.kernels()
 KERNELS = {f"TPU, {name}": run for name, run in TPU.items()} | {f"GPU, {name}": run for name, run in GPU.items()}

@@ -17,7 +17,7 @@ from meshpar_kernels.collective_matmul import tpu_gather, tpu_scatter
 from meshpar_kernels.collective_matmul.tpu_common import Tile
 from meshpar_kernels.collectives import ring_tpu
 from meshpar_kernels.collectives import tpu_one_shot_all_reduce as small
-from meshpar_kernels.collectives.table import table_of
+from meshpar_kernels.collectives.schedule_table import table_of
 from meshpar_kernels.dispatch import tpu as exchange
 from meshpar_kernels.exchange import tpu as dense
 

@@ -11,7 +11,7 @@ from lowered import assert_sends_the_plan, same
 from planned_transformer import MESH
 
 import meshpar as mp
-from meshpar._src.plan import variants
+from meshpar._src.plan import program_variants as variants
 from meshpar._src.plan.steps import Branch, Loop, Reduce, Reshard, Run
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import meshpar as mp
-from meshpar._src.compat.processes import CAUSES
+from meshpar._src.compat.coordination import CAUSES
 from meshpar._src.pods.stop import StopRequest, listening_file
 
 STATE = {"x": jnp.ones(4)}

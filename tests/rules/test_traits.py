@@ -25,7 +25,7 @@ ALLOWED = {
         "of custom derivatives, JAX has no vmap of the forward derivative of a `custom_vjp` only",
     ),
     "plan/decide.py": (1, "`random_bits` of a key that is the same everywhere"),
-    "program/divisible_rewrite/integers.py": (
+    "program/divisible_rewrite/constant_integers.py": (
         4,
         "what `jnp.put_along_axis` makes of an iota, followed without an evaluation of so many elements",
     ),

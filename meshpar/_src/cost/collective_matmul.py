@@ -35,7 +35,7 @@ from ..hardware.collective_time import hop_seconds, seconds_of
 from ..hardware.topology import Stage, devices_of, joined, major_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..plan.spec import format_axes, itemsize, local_shape
+from ..plan.shard_shapes import format_axes, itemsize, local_shape
 from ..plan.steps import Reduce, Reshard, Run, Shard
 from ..program.ir import Value
 from ..units import format_seconds

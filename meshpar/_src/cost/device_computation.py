@@ -11,7 +11,7 @@ from typing import Any
 
 from ..layout import Spec
 from ..plan.plan import Plan
-from ..plan.spec import local_shape, value_bytes
+from ..plan.shard_shapes import local_shape, value_bytes
 from ..plan.steps import Barrier, Body, Branch, Call, Loop, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op, Program, Value
 from ..rules.random import drawn_by_index

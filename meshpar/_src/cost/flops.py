@@ -16,7 +16,7 @@ from ..compat.loop_operands import loop_parts, operands_of_bodies
 from ..hardware.chips import Chip
 from ..plan.causes import name_of
 from ..plan.plan import Plan
-from ..plan.spec import itemsize, local_shape, shard_count
+from ..plan.shard_shapes import itemsize, local_shape, shard_count
 from ..plan.steps import Run
 from ..program.ir import Frame, Op, Program, Value, location_of
 from ..program.kernels import KernelWork

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ..plan.spec import itemsize
+from ..plan.shard_shapes import itemsize
 from ..plan.steps import Run, Step
 from ..program.ir import Op, Value
 from ..program.primitives import add_row_p

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..plan.plan import Plan
-from ..plan.spec import itemsize
+from ..plan.shard_shapes import itemsize
 from ..plan.steps import Run
 from ..program.ir import Op
 from .caching import cached_on_plan

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..hardware.topology import devices_of
 from ..plan.plan import Plan
-from ..plan.spec import value_bytes
+from ..plan.shard_shapes import value_bytes
 from ..plan.steps import GatherRing, Reduce, ReduceRing, Reshard, Run, Step
 from ..program.ir import Value
 from .buffer_roles import ROLES, buffer_roles

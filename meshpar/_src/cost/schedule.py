@@ -25,7 +25,7 @@ from ..hardware.collective_ops import CollectiveOp
 from ..iterables import operands_first
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..plan.spec import itemsize
+from ..plan.shard_shapes import itemsize
 from ..plan.steps import Reduce, Reshard, Run, Step
 from .buffer_roles import buffer_roles
 from .caching import cached_on_plan

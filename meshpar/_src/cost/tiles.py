@@ -9,7 +9,7 @@ import operator
 from collections.abc import Mapping
 
 from ..layout import Spec
-from ..plan.spec import itemsize, shard_count
+from ..plan.shard_shapes import itemsize, shard_count
 from ..program.ir import Program, Value
 
 SUBLANES, LANES = 8, 128

@@ -32,7 +32,7 @@ from rich.text import Text
 import meshpar as mp
 
 from ...errors import CheckError, CompilerError, JoinWarning, MeshparError, TargetError
-from ..compat import nnx
+from ..compat import lazy_nnx as nnx
 from ..console import columns
 from ..cost.caching import with_shared_results
 from ..dims import did_you_mean, near

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import MeshparError, TargetError
-from ..compat import nnx
+from ..compat import lazy_nnx as nnx
 from ..compat.jax import without_gc
 from ..dims import did_you_mean, parse_pairs
 from ..flax import flatten_named

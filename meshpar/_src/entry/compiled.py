@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ...errors import RepeatedWarning, ReplicatedWarning, ReshardedWarning, UnsupportedError
+from ..compat.coordination import BEFORE_CALL
 from ..compat.jax import (
     PLACED,
     at_top_level,
@@ -25,7 +26,6 @@ from ..compat.jax import (
     with_auto_axes,
     with_auto_inside,
 )
-from ..compat.processes import BEFORE_CALL
 from ..compat.quirks import with_bounded_queue
 from ..cost.flops import redundant_matmuls_despite_layout
 from ..global_arrays import global_array

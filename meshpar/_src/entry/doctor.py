@@ -16,7 +16,7 @@ import jax
 from rich.markup import escape
 from rich.table import Table
 
-from ..compat.versions import installed_version, version_numbers
+from ..compat.installed_versions import installed_version, version_numbers
 from ..report.document import shown_text
 
 Status = Literal["ok", "missing", "problem"]

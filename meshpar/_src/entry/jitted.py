@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from ...errors import MeshError, UnsupportedError
-from ..compat import nnx
+from ..compat import lazy_nnx as nnx
 from ..compat.jax import (
     at_top_level,
     in_mesh,
@@ -526,7 +526,7 @@ class Jitted(Generic[P, R]):
 
         1. *trace*: the function becomes a jaxpr; *names*: the names of some dims spread to all values (:mod:`entry.tracing`,
            :mod:`program`);
-        2. *rewrite*: the forms in which the program can be planned (:mod:`plan.variants`); *assign*: axes to the dims of
+        2. *rewrite*: the forms in which the program can be planned (:mod:`plan.program_variants`); *assign*: axes to the dims of
            every value and the factors of every op (:mod:`plan.assignment`); *emit*: the steps of every device, the best
            plan of all forms (:mod:`plan.planner`); *passes*: the lowering, compiler options, rings, barriers
            (:mod:`passes`);

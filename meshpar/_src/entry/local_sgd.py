@@ -30,7 +30,7 @@ from ..global_arrays import is_key
 from ..keywords_and_flags import options_of, takes_options
 from ..layout import Layout, Rule
 from ..mesh import MeshLike, auto_mesh, device_mesh
-from ..pods.names import by_name, flat, nested
+from ..pods.state_by_name import by_name, flat, nested
 from ..replicas.trees import wide
 from .jitted import Jitted, LayoutLike
 from .options import StepKeywords, StepOptions

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ...errors import UnsupportedError
 from ..dims import did_you_mean, format_dims
+from ..eight_bit_weights import quantize
 from ..flax import flatten_named, variables
 from ..global_arrays import is_key
 from ..hardware.topology import chip_of, described_mesh
@@ -22,11 +23,10 @@ from ..layout import Layout, to_partition_spec
 from ..mesh import planned_mesh
 from ..moves import plan
 from ..moves.move import Move
-from ..moves.names import Made, Rename, TreeArray, dtype_of, dtypes_of, made_of
 from ..moves.plan import MAX_ROUND_SHARE, MovedArray, Side, ordered, rounds_of
 from ..moves.route import Operand, route, spec_of
-from ..pods.names import nested
-from ..quantization import quantize
+from ..moves.target_paths_and_dtypes import Made, Rename, TreeArray, dtype_of, dtypes_of, made_of
+from ..pods.state_by_name import nested
 from .api import shardings
 from .jitted import Jitted
 from .options import DimsPatterns, path_dims

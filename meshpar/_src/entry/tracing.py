@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from ...errors import PatternError, UnknownDimError, UnsupportedError
-from ..compat import nnx
+from ..compat import lazy_nnx as nnx
 from ..compat.jax import (
     abstract_array,
     explicit_mesh,

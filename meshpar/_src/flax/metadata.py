@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import RankError
-from ..compat import nnx
+from ..compat import lazy_nnx as nnx
 from ..compat.jax import axes_of_spec, patched_constraints
 from ..dims import Dims, PathDims, fit_dims, format_dims, join_path, parse_dims
 from ..program.primitives import name_dims_p, place_p

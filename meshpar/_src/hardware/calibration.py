@@ -15,7 +15,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ...errors import MeshError, UnsupportedError
-from ..compat.versions import version_numbers
+from ..compat.installed_versions import version_numbers
 from ..layout import AnyMesh
 from .chips import Chip, chip_of_kind
 

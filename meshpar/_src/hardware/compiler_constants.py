@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..compat.versions import installed_version, version_numbers
+from ..compat.installed_versions import installed_version, version_numbers
 from .collective_ops import CollectiveOp
 
 TABLES = Path(__file__).parent / "tables"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from ...errors import UnsupportedError
-from ..compat.versions import installed_version
+from ..compat.installed_versions import installed_version
 from ..dims import did_you_mean
 from .chips import Chip
 from .collective_ops import CollectiveOp

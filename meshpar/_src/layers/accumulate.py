@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import DivisibilityError, LayoutSyntaxError, MeshparError, UnsupportedError
-from ..compat import nnx
+from ..compat import lazy_nnx as nnx
 from ..compat.jax import axes_of_spec, user_stacklevel
 from ..global_arrays import is_key
 from ..layout import AnyMesh, Layout

@@ -19,7 +19,7 @@ from ..hardware.collective_algorithms import ALGORITHMS, Algorithm, AlgorithmNam
 from ..layout import Spec
 from ..plan.collectives import is_all_reducible
 from ..plan.resharding import Move
-from ..plan.spec import shard_count
+from ..plan.shard_shapes import shard_count
 from ..plan.steps import Reduce, spec_after
 from ..rules.mesh_in_shard_map import Grid, axis_index, fine_names, on_words, shape_in, slice_to_spec
 from ..rules.one_owner import addable

@@ -37,7 +37,7 @@ from ..plan.plan import Plan
 from ..plan.planner import planned_as_traced
 from ..plan.resharding import reshard
 from ..plan.shard_map_inside_jit import ManualOps
-from ..plan.spec import replicated_spec
+from ..plan.shard_shapes import replicated_spec
 from ..plan.steps import Loop, Run, Scatter, Shard, spec_after
 from ..program.ir import Frame, Op, Value
 from ..program.jaxprs import Atom, inline, with_bodies, with_eqns

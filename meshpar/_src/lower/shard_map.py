@@ -37,7 +37,7 @@ from ..compat.jax import (
 from ..compat.quirks import opaque, with_rows
 from ..layout import AnyMesh, to_partition_spec
 from ..plan.plan import Plan
-from ..plan.spec import local_shape, replicated_spec
+from ..plan.shard_shapes import local_shape, replicated_spec
 from ..plan.steps import Barrier, Body, Branch, Call, Constant, Loop, Reduce, Reshard, Run, Shard, Step
 from ..program.ir import Op
 from ..rules import check_local, refusal, run_local
@@ -46,8 +46,8 @@ from ..rules.local_forms import unsupported
 from ..rules.mesh_in_shard_map import Grid, axis_index, fine_names, slice_to_spec
 from ..rules.registry import Refusal
 from .collectives import follow, reduced
-from .constraints import constrain_local
 from .jit import is_constrained, lower_to_jit, sharding_of
+from .local_constraints import constrain_local
 from .reduction_dim_order import TransposedSums
 from .rings import run_gather_ring, run_reduce_ring
 

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 
 from ...errors import UnsupportedError
-from ..compat import nnx
+from ..compat import lazy_nnx as nnx
 from ..dims import did_you_mean
 from ..global_arrays import place
-from ..pods.names import by_name, nested
+from ..pods.state_by_name import by_name, nested
 from ..report import Document
 from .plan import MovePlan
 from .report import move_html, move_renderable, move_title

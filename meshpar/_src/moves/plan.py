@@ -19,7 +19,7 @@ from ..hardware.collective_ops import collective_volume
 from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Places, Stage, torus_of
 from ..plan.collectives import Collective, CollectiveOp
-from ..plan.spec import itemsize_of, local_shape
+from ..plan.shard_shapes import itemsize_of, local_shape
 from .route import Operand, Route, joint_elements, spec_of
 
 K = TypeVar("K", bound=Hashable)

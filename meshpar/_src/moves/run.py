@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..plan.spec import itemsize_of
+from ..plan.shard_shapes import itemsize_of
 from .factored import Parts, devices_of
 from .plan import MovedArray, program_mesh
 from .route import Round, exchange, follow

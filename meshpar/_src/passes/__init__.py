@@ -34,7 +34,7 @@ from ..hardware.topology import refused_options
 from ..plan.plan import Choice, Plan
 from ..plan.planner import planned
 from ..plan.request import PlanRequest
-from ..plan.spec import format_axes
+from ..plan.shard_shapes import format_axes
 from ..plan.steps import Body
 from ..plan.text import plan_steps
 from ..plan.verify import verify

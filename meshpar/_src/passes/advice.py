@@ -27,7 +27,7 @@ from ..program.pipeline import stack_notes
 from ..program.roles import unread_state
 from ..units import format_bytes, mesh_text
 from .best_plan_before_passes import plan_without_passes
-from .indivisible import (
+from .indivisible_dims import (
     MIN_EXCESS_BYTES,
     bytes_caused,
     dividing_meshes,

@@ -39,7 +39,7 @@ from ..hardware.topology import joined
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
 from ..plan.shard_map_inside_jit import ManualOps, on_cpus
-from ..plan.spec import itemsize, local_shape, shard_count
+from ..plan.shard_shapes import itemsize, local_shape, shard_count
 from ..plan.steps import Body, Reduce, rewrite_bodies
 from ..program.ir import Value
 from ..units import format_bytes, format_seconds

@@ -15,7 +15,7 @@ from ..compat.quirks import MATMUL_ROWS
 from ..cost.donation import aliased_inputs, gathered_then_copied
 from ..cost.flops import single_row_elements, smaller_operand_bytes
 from ..plan.plan import Plan
-from ..plan.spec import itemsize, value_bytes
+from ..plan.shard_shapes import itemsize, value_bytes
 from ..plan.steps import Barrier, Body, Call, Loop, Reduce, Reshard, Run, Shard, Step, replace_steps, rewrite_bodies
 from ..program.ir import Program, Value
 

@@ -24,7 +24,7 @@ from ..hardware.topology import devices_of, major_of, major_stage
 from ..lru_cache import LRUCache
 from ..plan.collectives import Collective
 from ..plan.plan import Choice, Overlap, Plan
-from ..plan.spec import format_axes, local_shape, shard_count
+from ..plan.shard_shapes import format_axes, local_shape, shard_count
 from ..plan.steps import (
     Body,
     Call,

@@ -28,8 +28,8 @@ from ..program.ir import Op, Program, Value
 from ..program.names import SubDim
 from ..program.roles import elementwise_flow, new_values, unread_state
 from ..rules import OpRule
-from .factors import contiguous_of_pairs, contiguous_only, nested_factors, permutation_groups
-from .spec import replicated_spec
+from .factor_specs import contiguous_of_pairs, contiguous_only, nested_factors, permutation_groups
+from .shard_shapes import replicated_spec
 
 Names = tuple[str, ...]
 Items = tuple[tuple[Names, int], ...]

@@ -9,7 +9,7 @@ from ..layout import Spec
 from ..program.ir import Op, Value
 from ..rules.rule import ADDED, REDUCTIONS
 from .assignment import AxisAssignment, Names
-from .spec import format_axes
+from .shard_shapes import format_axes
 
 FactorAxes = Sequence[tuple[str, ...]]
 """The axes that split each factor of an op; empty for an op without a factor rule."""

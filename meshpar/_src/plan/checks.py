@@ -18,7 +18,7 @@ from ..program.ir import Join, Op, Program, Value
 from ..program.names_from_uses import inferred_names
 from ..program.pipeline import masking_text
 from .assignment import AxisAssignment
-from .spec import shard_count
+from .shard_shapes import shard_count
 
 MIN_MISSPELLED = 3
 """Characters of the shortest name of which one changed character, or two exchanged ones, is a misspelling."""

@@ -15,11 +15,11 @@ from ..hardware.collective_time import seconds_of
 from ..hardware.topology import Torus, ring_order
 from ..layout import Spec
 from ..program.ir import Op, Program, Value
+from .bytes_sent_by_op import SendOver, send_bytes
 from .causes import Causes, FactorAxes
 from .collectives import Collective, Text
 from .resharding import Move, reshard
-from .spec import itemsize, shard_count, value_bytes
-from .traffic import SendOver, send_bytes
+from .shard_shapes import itemsize, shard_count, value_bytes
 
 AlgorithmChoices = dict[tuple[CollectiveOp, tuple[str, ...], float], tuple[AlgorithmName, str, float | None]]
 """(kind, axes, bytes sent) → (algorithm, why it is taken, seconds)."""

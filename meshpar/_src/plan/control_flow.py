@@ -22,7 +22,7 @@ from .decide import Facts, add_to_carry
 from .deferred_sums import addends
 from .emit import Emitter, Site
 from .plan import Placement
-from .spec import replicated_spec, value_bytes
+from .shard_shapes import replicated_spec, value_bytes
 from .steps import Barrier, Branch, Call, Constant, Loop, Shard, Step
 
 MakeStep = Callable[[], Step]

@@ -17,12 +17,7 @@ from ..rules.one_owner import adds_nothing
 from ..rules.partial import LINEAR, Law
 from ..rules.rule import ADDED, Kind
 from .assignment import AxisAssignment
-from .checks import check_manual_axes
-from .deferred_sums import applicable_law, narrowed, narrows, reduce_in_values
-from .factors import axes_of_array, contiguous_only, spec_from_factors
-from .reshape import reshape_axes
-from .spec import replicated_spec, shard_count
-from .traffic import (
+from .bytes_sent_by_op import (
     Axes,
     SendOver,
     local_form_sends,
@@ -32,6 +27,11 @@ from .traffic import (
     reduction_bytes,
     value_reshard_bytes,
 )
+from .checks import check_manual_axes
+from .deferred_sums import applicable_law, narrowed, narrows, reduce_in_values
+from .factor_specs import axes_of_array, contiguous_only, spec_from_factors
+from .reshape import reshape_axes
+from .shard_shapes import replicated_spec, shard_count
 
 MAX_GATHERED_RATIO = 2
 """An array that is read at some indices is gathered only if it has at most so many times the elements that are read."""

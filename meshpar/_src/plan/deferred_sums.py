@@ -14,7 +14,7 @@ from ..program.ir import Op, Program, Value
 from ..program.primitives import reduce_in_p
 from ..program.scalars import constant_of
 from ..rules.partial import Law, Other, is_scale
-from .spec import itemsize
+from .shard_shapes import itemsize
 
 
 def satisfies(other: Other, program: Program, op: Op, i: int) -> bool:

@@ -16,17 +16,17 @@ from ..layout import Spec
 from ..program.ir import Frame, Op, Value
 from .assignment import AxisAssignment
 from .body_builder import BodyBuilder, StepGroup
+from .bytes_sent_by_op import local_form_sends, value_reshard_bytes
 from .causes import Causes
 from .collective_records import CollectiveRecords
 from .collectives import Collective, is_all_reducible, split_reduction
-from .constants import ConstantMaker, inputs_for
 from .decide import OpDecision, Operand
 from .deferred_sums import readers_of
-from .memo import PlanCache
+from .input_independent_values import ConstantMaker, inputs_for
 from .plan import Placement
-from .spec import replicated_spec
+from .plan_cache import PlanCache
+from .shard_shapes import replicated_spec
 from .steps import Constant, Reduce, Reshard, Scatter, Shard, Step, spec_after
-from .traffic import local_form_sends, value_reshard_bytes
 
 MAX_RECOMPUTED_DEPTH = 8
 """Longest chain of ops that is recomputed instead of all-gathering a value."""

@@ -22,7 +22,7 @@ from ..program.pipeline import Pipeline
 from ..records import record
 from .collectives import Collective, dcn_bytes_sent
 from .request import PlanRequest
-from .spec import value_bytes
+from .shard_shapes import value_bytes
 from .steps import Body, Loop, Run, Shard
 
 

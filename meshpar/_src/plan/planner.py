@@ -20,17 +20,17 @@ from ..units import format_memory
 from .assignment import AxisAssignment
 from .checks import check_blocks, check_dims, check_divides, check_joins
 from .collective_records import AlgorithmChoices, CollectiveRecords, TooLong
-from .constants import large_constant_note
 from .control_flow import ControlFlow
 from .decide import Facts, OpDecision, Operand, decide, is_reduced_after
 from .deferred_sums import deferrable, narrowed, narrows, readers_of
 from .emit import Emitter
-from .memo import PlanCache
+from .input_independent_values import large_constant_note
 from .plan import Plan, ShardedArray
+from .plan_cache import PlanCache
+from .program_variants import Variant, variants
 from .request import PlanRequest
-from .spec import replicated_spec, shard_count
+from .shard_shapes import replicated_spec, shard_count
 from .steps import Shard
-from .variants import Variant, variants
 
 
 class Rank(NamedTuple):

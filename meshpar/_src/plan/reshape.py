@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..layout import Spec
 from ..rules.rule import OpRule
-from .factors import contiguous_only, spec_from_factors
+from .factor_specs import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes
 
 MAX_CANDIDATES = 2000

@@ -20,7 +20,7 @@ from typing import Literal
 
 from ..hardware.collective_ops import wire_bytes
 from ..layout import Spec
-from .spec import local_shape, shard_count
+from .shard_shapes import local_shape, shard_count
 
 MoveOp = Literal["slice", "all-gather", "all-to-all", "collective-permute"]
 

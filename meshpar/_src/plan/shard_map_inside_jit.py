@@ -10,7 +10,7 @@ from ..program.ir import Value
 from ..rules.registry import SplitOp
 from .collectives import is_all_reducible
 from .plan import Plan
-from .spec import Spec
+from .shard_shapes import Spec
 from .steps import Reduce, Run, Shard
 
 

@@ -26,7 +26,7 @@ from ..dims import did_you_mean, format_dims
 from ..global_arrays import fetch, of_parts, on_mesh
 from ..plan.plan import Plan
 from .digest import _device_memory, digest_of
-from .names import by_name
+from .state_by_name import by_name
 
 Axes = tuple[str, ...]
 _Part = tuple[list[str], tuple[Axes, ...], tuple[jax.Array, ...]]

@@ -32,16 +32,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from ...errors import CheckpointError, CheckpointWarning, DigestError, MeshparError
+from ..compat.coordination import process_count, process_index
 from ..compat.jax import is_tracer
 from ..compat.orbax import at_end_of_script, can_store, late_json_handler, literal_folders
-from ..compat.processes import process_count, process_index
 from ..dims import did_you_mean, format_dims
 from ..global_arrays import data_of, is_global, is_key, of_parts
+from .copies_in_memory import Copy, CopyError, Memory, MemoryPlan, memory_plan
 from .digest import Digests, on_device
 from .lock import Lock
-from .memory import Copy, CopyError, Memory, MemoryPlan, memory_plan
-from .names import by_name, stored_names
 from .process_agreement import exchange, versions
+from .state_by_name import by_name, stored_names
 from .stop import StopRequest
 
 FORMAT = 2

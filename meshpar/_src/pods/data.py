@@ -26,7 +26,7 @@ from ..compat.jax import axes_of_spec
 from ..dims import PathDims, did_you_mean, parse_dims
 from ..global_arrays import of_parts
 from ..layout import Layout
-from .names import by_name
+from .state_by_name import by_name
 
 ROWS = "batch ..."
 """The dims of a leaf that no pattern names: its rows are the batch."""

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..compat.coordination import process_count, process_index
 from ..compat.jax import axes_of_spec
-from ..compat.processes import process_count, process_index
 from ..global_arrays import data_of, is_global, on_mesh
 
 SEEDS = (0x9E3779B9, 0x7F4A7C15)

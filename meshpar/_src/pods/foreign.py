@@ -19,7 +19,7 @@ from ..dims import did_you_mean, format_dims, path_matches
 from ..global_arrays import fetch, of_parts
 from ..low_rank_adapters import Adapter
 from .checkpoint import facts_of, needed, read_leaves
-from .names import by_name
+from .state_by_name import by_name
 
 Rules = Mapping[str, tuple[str, str]]
 """Name of a tensor there → (path here, its dims there): ``"h.{layers}.attn.q.weight": ("layers/q", "(heads head_dim) embed")``."""

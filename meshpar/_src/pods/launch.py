@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ...errors import TargetError
-from ..compat.processes import ADDRESS, CAUSES, COUNT, DEVICES, ELASTIC, LOSE, MEMORY, PROCESS, STUCK, TIMEOUT
+from ..compat.coordination import ADDRESS, CAUSES, COUNT, DEVICES, ELASTIC, LOSE, MEMORY, PROCESS, STUCK, TIMEOUT
 from ..keywords_and_flags import option
-from .memory import host_memory
+from .copies_in_memory import host_memory
 from .rendezvous import ended_file
 from .stop import listening_file
 from .watch import RESTARTABLE, USAGE

@@ -26,8 +26,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ...errors import AgreementError
-from ..compat.processes import BEFORE_CALL, LOSE, Store, connected, process_count, process_index, variable_number
-from ..compat.versions import installed_version
+from ..compat.coordination import BEFORE_CALL, LOSE, Store, connected, process_count, process_index, variable_number
+from ..compat.installed_versions import installed_version
 from ..dims import PathDims
 from ..global_arrays import data_of, is_global
 from ..plan.plan import Plan

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..compat.processes import CAUSES
+from ..compat.coordination import CAUSES
 from .watch import PROGRAM, RESTARTABLE, Cause
 
 RETRY_SECONDS = 0.1

@@ -12,8 +12,8 @@ from types import TracebackType
 import jax
 
 from ...errors import AgreementError, LostProcessError, MeshError, MeshparError
-from ..compat import processes as jax_pods
-from ..compat.processes import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT, Group, variable_number
+from ..compat import coordination_service as jax_pods
+from ..compat.coordination import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT, Group, variable_number
 from .rendezvous import meet
 from .watch import RESTARTABLE, Watch, note_cause, status_of
 

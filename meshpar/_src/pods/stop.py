@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-from ..compat.processes import CAUSES, connected, listen_for_preemption, preemption_sync_point, process_index
+from ..compat.coordination import CAUSES, connected, listen_for_preemption, preemption_sync_point, process_index
 
 
 def listening_file(folder: Path, process: int) -> Path:

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 
 from ...errors import AgreementError, CheckError, CompilerError, LostProcessError, MeshparError, StuckProcessError
-from ..compat.processes import CAUSES, Store, coordinator, process_count, process_index
+from ..compat.coordination import CAUSES, Store, coordinator, process_count, process_index
 
 RESTARTABLE, PROGRAM, USAGE = 75, 1, 2
 """Exit statuses: starting again may help (sysexits' EX_TEMPFAIL); the program failed; its arguments, mesh or layout are wrong."""

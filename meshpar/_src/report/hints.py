@@ -28,7 +28,7 @@ from ..passes.advice import idle_axes, slice_traffic
 from ..plan.causes import name_of
 from ..plan.collectives import Collective
 from ..plan.plan import Plan
-from ..plan.spec import shard_count, value_bytes
+from ..plan.shard_shapes import shard_count, value_bytes
 from ..plan.steps import Step
 from ..program.ir import Frame, Op, Program, Value, location_of
 from ..program.pipeline import layer_loops

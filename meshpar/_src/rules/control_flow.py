@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..compat.jax import bodies_of
 from ..compat.loop_operands import loop_parts, operands_of_bodies
-from .flops import pallas_flops
+from .opaque_flops import pallas_flops
 from .partial import MOVES
 from .registry import Refusal, SplitOp, primitive, register
 

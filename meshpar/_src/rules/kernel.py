@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax import lax
 
-from .flops import kernel_flops
 from .local_forms import LocalOp
 from .mesh_in_shard_map import Grid, GroupedAxes, fine_names
+from .opaque_flops import kernel_flops
 from .registry import always, register
 from .rule import OpRule
 

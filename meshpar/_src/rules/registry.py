@@ -172,7 +172,7 @@ class Primitive:
 
     def flops(self, eqn: Any, model: bool = False) -> float:
         """FLOPs of the matmuls of an equation of this primitive, on unsharded operands; 0 for control flow and calls. ``model``: as
-        :mod:`rules.flops`."""
+        :mod:`rules.opaque_flops`."""
         if self.matmul_dims is not None:
             batch, m, n, k = self.matmul_dims(eqn, *(v.aval.shape for v in eqn.invars[:2]))
             return 2.0 * batch * m * n * k

@@ -14,9 +14,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ..compat.jax import at_line_of, aval_of, axes_of_spec, bind, equations, interpret, literal_array
 from .control_flow import run_bodies
-from .flops import shard_map_flops
 from .local_forms import LocalOp, on_shards, plain_params
 from .mesh_in_shard_map import Send, Sizes, axis_index, fine_names
+from .opaque_flops import shard_map_flops
 from .registry import Refusal, SplitOp, bodies, primitive, register
 from .rule import OpRule, same_dims
 

@@ -19,7 +19,7 @@ from ..cost.fusion import Buffer, Kernel, Kind
 from ..cost.kernel_time import kernel_times
 from ..hardware.chips import Chip
 from ..plan.assignment import AxisAssignment, GroupAssignment, Queries
-from ..plan.spec import itemsize
+from ..plan.shard_shapes import itemsize
 from ..plan_api import Plan
 from ..program.ir import Op, Program, Value
 

@@ -19,7 +19,7 @@ from ..passes import plan_without_passes, with_passes
 from ..plan.assignment import AxisAssignment
 from ..plan.checks import sizes_of_results
 from ..plan.collective_records import TooLong
-from ..plan.spec import shard_count
+from ..plan.shard_shapes import shard_count
 from ..plan_api import Plan
 from ..progress import Counted
 from ..units import format_memory, format_seconds

@@ -35,10 +35,10 @@ from ..report.tables import Cell, PathText, Table, Wrapped, ratio
 from ..units import format_bytes, format_memory, format_seconds
 from . import hlo
 from .compilation_jobs import Archive, Job, Progress, compile_job
-from .compiler import FINAL, PARTITIONED
+from .compiler_process import FINAL, PARTITIONED
 from .exposed import Exposed, exposed
-from .flops import flops
 from .hlo import HloCollective
+from .hlo_flops import flops
 from .out_of_memory_error import capacity_of, out_of_memory
 
 Effort = Literal["fast", "full"]

@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CompilerError
-from ..compat.processes import variable_number
-from ..compat.versions import installed_version
+from ..compat.coordination import variable_number
+from ..compat.installed_versions import installed_version
 from ..progress import Progress, progress_line
-from .compiler import FACTS, JOB, MODULE, RESULT
+from .compiler_process import FACTS, JOB, MODULE, RESULT
 
 LOG_TAIL = 2000
 """Characters of a compiler's log that an error shows."""
 
 FORMAT = 2
-"""Version of the results of :mod:`verify.compiler`; cached results of other versions are not read."""
+"""Version of the results of :mod:`verify.compiler_process`; cached results of other versions are not read."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def command(folder: Path) -> list[str]:
     """The command that compiles the job in a folder."""
-    return [sys.executable, "-m", "meshpar._src.verify.compiler", str(folder)]
+    return [sys.executable, "-m", "meshpar._src.verify.compiler_process", str(folder)]
 
 
 def environment() -> dict[str, str]:

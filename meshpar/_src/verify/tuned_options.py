@@ -15,7 +15,7 @@ from rich.console import Group
 from rich.text import Text
 
 from ...errors import MeshparError
-from ..compat.versions import installed_version
+from ..compat.installed_versions import installed_version
 from ..hardware.compiler_options import OptionGroup, TunedOptions, flags_text
 from ..report.tables import Cell, Table, ratio
 from ..units import format_memory, format_seconds

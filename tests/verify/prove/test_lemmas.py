@@ -15,7 +15,7 @@ import meshpar as mp
 from meshpar._src.program.primitives import add_row_p
 from meshpar._src.verify.prove import prove_program
 from meshpar_kernels._choose import OUTLINE
-from meshpar_kernels.collective_matmul.dots import Dot
+from meshpar_kernels.collective_matmul.dot_dims import Dot
 from meshpar_kernels.collective_matmul.ring import dots_scatter, gather_dots
 
 RNG = np.random.default_rng(0)

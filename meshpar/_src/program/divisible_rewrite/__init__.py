@@ -32,7 +32,8 @@ from jax.extend.core import ClosedJaxpr
 from ...rules.index import LOOKUPS
 from ..infer import infer_like
 from ..ir import Program, Value
-from . import collapsed, lookups, padded, slices
+from . import collapsed, lookups, slices
+from . import pad_operands as padded
 from .rewriter import JaxprRewriter, Rewrite, ShardCounts
 
 MAX_CACHED = 16

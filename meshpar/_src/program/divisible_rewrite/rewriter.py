@@ -21,7 +21,7 @@ from ...rules.shape import reshape_order
 from ..ir import Frame, Op, Program, Value
 from ..jaxprs import equations_of, live, variables
 from ..scalars import constant_of
-from .integers import Constants
+from .constant_integers import Constants
 from .views import CollapsedView, DimIndices, IndexedView, PaddedDim, Scope, View, padded_dims
 
 ShardCounts = Callable[[Value, int], int]

@@ -39,7 +39,7 @@ from .rewrite import TickLoops, one_microbatch
 from .run_all_stages import Stages
 from .schedule import GATHERS, SCHEDULES, GatherName, Schedule, ScheduleName
 from .segments import divide, order_of
-from .split import split_backward
+from .split_backward_loops import split_backward
 
 
 @dataclass(frozen=True, slots=True)

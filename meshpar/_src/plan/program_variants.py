@@ -10,7 +10,7 @@ from ..program.ir import Program, Value
 from ..program.pipeline import rewrite_pipelines, stack_notes
 from .assignment import AxisAssignment
 from .request import PlanRequest
-from .spec import shard_count
+from .shard_shapes import shard_count
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Which factors of an op may be sharded: only those of which every device has one contiguous block of every array."""
 
-from meshpar._src.plan.factors import contiguous_only
+from meshpar._src.plan.factor_specs import contiguous_only
 from meshpar._src.rules.rule import OpRule
 
 SIZES = {"x": 2, "y": 2}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from meshpar._src.verify.flops import flops
+from meshpar._src.verify.hlo_flops import flops
 
 
 def module(line: str, left: str, right: str) -> str:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import DivisibilityError, PatternError, UnsupportedError
-from .compat import nnx
+from .compat import lazy_nnx as nnx
 from .dims import DimsLike, PartKey, PathDims, did_you_mean, format_dims, path_matches
 from .flax import Leaf, dims_of, flatten_named
 from .layers.block_codes import DTYPES, per_element, rounded

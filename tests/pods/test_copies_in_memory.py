@@ -15,8 +15,8 @@ import pod_programs as programs
 import pytest
 
 import meshpar as mp
-from meshpar._src.compat.processes import MEMORY
-from meshpar._src.pods.memory import Block, Groups, _complete, memory_plan
+from meshpar._src.compat.coordination import MEMORY
+from meshpar._src.pods.copies_in_memory import Block, Groups, _complete, memory_plan
 
 
 def made(sizes="data=4, model=2", layout="embed: data; mlp: model"):
@@ -232,7 +232,7 @@ def test_every_block_is_in_two_groups_and_in_one_process_of_each(sizes, spec, pr
 @pytest.mark.parametrize(("axes", "sent"), [("data", "0 B"), (("slice", "data"), "3.0 KiB")])
 def test_the_cost_of_a_copy_in_two_processes(axes, sent, monkeypatch):
     """The model of the page of checkpoints: two matrices of 4 KiB and two moments of each."""
-    monkeypatch.setattr("meshpar._src.pods.memory.on_mesh", lambda x: True)
+    monkeypatch.setattr("meshpar._src.pods.copies_in_memory.on_mesh", lambda x: True)
     mesh, leaves = mp.mesh("slice=2, data=4"), {}
     for name, shape, spec in (("up", (16, 64), (axes, None)), ("down", (64, 16), (None, axes))):
         sharding = _Sharding(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec)), 2)

@@ -42,8 +42,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from ...errors import CheckpointError, DigestError
+from ..compat.coordination import MEMORY, coordinator, process_count, process_index
 from ..compat.jax import HOST_MEMORY
-from ..compat.processes import MEMORY, coordinator, process_count, process_index
 from ..dims import near
 from ..global_arrays import of_parts, on_mesh
 from ..runs.failures import KEPT

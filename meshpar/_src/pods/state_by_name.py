@@ -9,7 +9,7 @@ import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ...errors import CheckpointError
-from ..compat import nnx
+from ..compat import lazy_nnx as nnx
 from ..flax import flatten_named
 
 

@@ -12,9 +12,9 @@ from ..program.ir import Op, Value
 from ..rules.mesh_in_shard_map import Send
 from ..rules.rule import Kind
 from .collectives import split_reduction
-from .factors import contiguous_only, spec_from_factors
+from .factor_specs import contiguous_only, spec_from_factors
 from .resharding import reshard_bytes
-from .spec import itemsize, local_shape, replicated_spec, shard_count, value_bytes
+from .shard_shapes import itemsize, local_shape, replicated_spec, shard_count, value_bytes
 
 Axes = list[tuple[str, ...]]
 """The mesh axes that split each factor of an op."""

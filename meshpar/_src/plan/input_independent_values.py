@@ -10,13 +10,13 @@ from ..layout import Spec
 from ..program.ir import Program, Value
 from ..units import format_memory
 from .body_builder import BodyBuilder
+from .bytes_sent_by_op import Axes, needed_specs
 from .decide import broadcast_spec
-from .factors import axes_of_array, spec_from_factors
-from .memo import PlanCache
+from .factor_specs import axes_of_array, spec_from_factors
+from .plan_cache import PlanCache
 from .resharding import reshard
-from .spec import replicated_spec, value_bytes
+from .shard_shapes import replicated_spec, value_bytes
 from .steps import Constant, Reshard, Shard
-from .traffic import Axes, needed_specs
 
 LARGE_CONSTANT_BYTES = 1e6
 """Bytes of an array that a function closes over, above which the plan advises to pass it as an argument."""

@@ -1,4 +1,4 @@
-"""The process in which a compiler runs: ``python -m meshpar._src.verify.compiler JOB``.
+"""The process in which a compiler runs: ``python -m meshpar._src.verify.compiler_process JOB``.
 
 It reads a job from a folder and writes the result into it. A compiler that aborts ends this process, not the caller's.
 """
