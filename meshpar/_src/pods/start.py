@@ -12,7 +12,7 @@ from types import TracebackType
 import jax
 
 from ...errors import AgreementError, LostProcessError, MeshError, MeshparError
-from ..compat import coordination_service as jax_pods
+from ..compat import coordination as jax_pods
 from ..compat.coordination import ADDRESS, COUNT, DEVICES, PROCESS, STUCK, TIMEOUT, Group, variable_number
 from .rendezvous import meet
 from .watch import RESTARTABLE, Watch, note_cause, status_of
