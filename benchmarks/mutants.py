@@ -83,6 +83,7 @@ TESTS_OF = {
     "entry/tune_kernels.py": ["kernels/test_tuning_table.py"],
     "entry/local_sgd.py": ["pods/test_local_sgd.py"],
     "entry/move.py": ["moves/test_move.py"],
+    "entry/options.py": ["test_keywords_and_flags.py"],
     "entry/api.py": ["test_api.py", "measurement/test_calibrate.py", "program/test_names_from_uses.py"],
     "entry/tracing.py": ["test_tracing.py", "test_jitted.py", "test_api.py"],
     "entry/compiled.py": ["test_jitted.py", "test_api.py"],
