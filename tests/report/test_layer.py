@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import lab_program
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import meshpar as mp
@@ -181,3 +182,30 @@ def test_a_collective_is_pale_where_kernels_wait_for_less_than_half_of_it(nodes_
     drawn = Counter(((g["text"], g["axes"], g["bytes"]), g["hidden"], "of it exposed" in g["waits"]) for g in gates)
     assert drawn == Counter((collective, share < 0.5, share >= 0.01) for collective, share in shares)
     assert gates
+
+
+class LinenBlock(nn.Module):
+    """Attention of three projections in bfloat16, which cast the float32 result of a norm."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        init, h = nn.initializers.lecun_normal(), nn.RMSNorm()(x)
+        kernel = nn.with_logical_partitioning(init, ("embed", "heads", "head_dim"))
+        project = functools.partial(nn.DenseGeneral, (4, 8), use_bias=False, dtype=jnp.bfloat16, kernel_init=kernel)
+        q, k, v = (project(name=name)(h) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        kernel = nn.with_logical_partitioning(init, ("heads", "head_dim", "embed"))
+        out = nn.DenseGeneral(32, axis=(-2, -1), use_bias=False, dtype=jnp.bfloat16, kernel_init=kernel, name="o")
+        return x + out(jnp.einsum("bhqk,bkhd->bqhd", weights, v)), None
+
+
+def test_a_cast_that_several_parts_read_is_in_none_of_them(nodes_of):
+    scan = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 2}
+    model = nn.scan(nn.remat(LinenBlock), **scan, metadata_params={nn.PARTITION_NAME: "layers"})()
+    x = jax.ShapeDtypeStruct((8, 16, 32), jnp.bfloat16)
+    params = jax.eval_shape(lambda x: model.init(jax.random.key(0), x, None), x)
+    step = jax.grad(lambda params, x: jnp.mean(model.apply(params, x, None)[0].astype(jnp.float32)))
+    layout, dims = "batch: data; heads: model", {"x": "batch seq embed"}
+    nodes = nodes_of(mp.plan(step, params, x, dims=dims, mesh="data=2, model=4", topology="v5e:2x4", layout=layout))
+    sources = {n["name"]: [nodes[k]["name"] for k, _ in n["sources"]] for n in nodes}
+    assert [sources[name] for name in "qkv"] == [["RMSNorm_0"]] * 3

@@ -185,6 +185,11 @@ function layerNodes({ inputs, weights, steps, dims }) {
     if (weight) node.weights.set(weight.shard, node.weights.get(weight.shard)?.length ? node.weights.get(weight.shard) : weight.sends);
     else if (made.has(shard) && made.get(shard) !== node && !node.sources.has(made.get(shard))) node.sources.set(made.get(shard), shard);
   });
+  const readers = new Map(); // of a shard: the parts that read it, also what is sent of it
+  for (const step of [...steps].reverse()) {
+    const parts = step.moves ? step.makes.flatMap((shard) => [...(readers.get(shard) ?? [])]) : [step.path];
+    step.reads.forEach((shard) => readers.set(shard, new Set([...(readers.get(shard) ?? []), ...parts])));
+  }
   for (const step of steps) {
     const active = step.reads.filter((shard) => made.has(shard)), kept = step.reads.map((shard) => stored.get(shard)).find(Boolean);
     if (!active.length && !kept) continue; // constants
@@ -202,7 +207,8 @@ function layerNodes({ inputs, weights, steps, dims }) {
       const ends = [...sources].filter((one) => ![...sources].some((other) => other !== one && after(other, one)));
       const sum = !step.moves && !step.path && step.op === "add" && active.length === 2 && active.some((shard) => stream.has(shard));
       const same = !step.moves && !step.sends.length && sources.size === 1;
-      if (same && (/^name(_dims)?$/.test(step.op) || (!path && !is(ends[0]) && /^(convert_element_type|reshape)\b/.test(step.op)))) { // the same array
+      const shared = /^convert_element_type\b/.test(step.op) && step.makes.some((shard) => readers.get(shard)?.size > 1); // equal casts of several parts
+      if (same && (shared || /^name(_dims)?$/.test(step.op) || (!path && !is(ends[0]) && /^(convert_element_type|reshape)\b/.test(step.op)))) { // the same array
         step.makes.forEach((shard) => { made.set(shard, ends[0]); if (carried) stream.add(shard); });
         continue;
       }
