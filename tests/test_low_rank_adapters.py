@@ -276,7 +276,7 @@ def embedded(params, tokens):
 
 def test_errors_name_the_use_and_the_line():
     params, tokens = {"table": jnp.ones((32, E)), "norm": jnp.ones(E)}, jnp.zeros(B, jnp.int32)
-    use = r"(?s)table is an operand of gather.*test_adapters\.py:\d+ \(embedded\)"
+    use = r"(?s)table is an operand of gather.*test_low_rank_adapters\.py:\d+ \(embedded\)"
     with pytest.raises(UnsupportedError, match=use):
         mp.train.lora(embedded, "table", rank=R).init(jax.random.key(0), params, tokens)
     with pytest.raises(UnsupportedError, match="norm is a result of the function"):

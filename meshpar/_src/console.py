@@ -64,6 +64,14 @@ def with_units(text: Text) -> Text:
     return text
 
 
+def wrapped(text: Text, console: Console, width: int) -> list[Text]:
+    """The lines of a text that wraps with each number in the line of its unit, for any console."""
+    lines = list(with_units(text).wrap(console, width))
+    for line in lines:
+        line.plain = line.plain.replace(_GLUE, " ")
+    return lines
+
+
 class ReportConsole(Console):
     """Wraps texts by :func:`with_units`."""
 

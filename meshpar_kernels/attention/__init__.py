@@ -8,7 +8,7 @@
     context                  shared by the strategies: axes of the sequence, positions, the attention on one device
     ring, ulysses, gathered  the strategies
     masks                    which keys a query sees; the zig-zag order of tokens
-    blocks                   attention on one device by a library, for each block of visible keys
+    library_calls_per_block  attention on one device by a library, for each block of visible keys
     splash, cudnn            attention on one device by the libraries of TPUs and of NVIDIA GPUs
     tpu                      attention on one device in Pallas kernels of this package, with positions
     flash                    attention on one device in plain JAX, chunk by chunk; partial results are merged here

@@ -4,17 +4,17 @@ Status of the kernels of one launch (modules `tpu*`, `gpu*` and `fused`): opt-in
 
 .. code-block:: text
 
-    api                           the public functions, on the arrays of one device
-    dots                          a `dot_general` by the dims along which its blocks are received or sent
-    schedule                      which blocks a bidirectional ring sends in each ring step
-    ring, xla                     in JAX: a ring of `ppermute`s, and XLA's own collectives
-    fused                         TPU kernels for `dot_general`s of any rank
-    tpu, tpu_gather, tpu_scatter  TPU kernels: shared parts; all-gather matmul; matmul reduce-scatter
-    gpu                           GPUs with NVLink: choice of kernel and tile
-    gpu_kernels                   both GPU kernels, of an architecture that is an argument
-    gpu_hopper, gpu_blackwell     the architectures: one tile is loaded, multiplied and stored
-    gpu_order, gpu_peers          order of tiles; copies to other GPUs and arrival semaphores
-    reference                     definitions for tests
+    api                                  the public functions, on the arrays of one device
+    dot_dims                             a `dot_general` by the dims along which its blocks are received or sent
+    schedule                             which blocks a bidirectional ring sends in each ring step
+    ring, xla                            in JAX: a ring of `ppermute`s, and XLA's own collectives
+    tpu_fused_dot_general                TPU kernels for `dot_general`s of any rank
+    tpu_common, tpu_gather, tpu_scatter  TPU kernels: shared parts; all-gather matmul; matmul reduce-scatter
+    gpu                                  GPUs with NVLink: choice of kernel and tile
+    gpu_kernels                          both GPU kernels, of an architecture that is an argument
+    gpu_hopper, gpu_blackwell            the architectures: one tile is loaded, multiplied and stored
+    gpu_order, gpu_peers                 order of tiles; copies to other GPUs and arrival semaphores
+    reference                            definitions for tests
 """
 
 from meshpar_kernels._compat import interpreting as interpreting

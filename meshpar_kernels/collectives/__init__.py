@@ -2,14 +2,14 @@
 
 .. code-block:: text
 
-    api                 the public functions: checks, choice of algorithm, gradients
-    choose              the fastest algorithm by latency, bytes per link and copies
-    table               schedules: which rank sends which slot to which rank in which step
-    ppermute, ring_tpu  run a table: in JAX; in a TPU kernel
-    coded               collectives of 8-bit codes with block scales, on arrays of one device
-    native              XLA's own collectives, over axes in any order
-    tpu, gpu            one-shot all-reduce kernels
-    nvls                all-gather and reduce-scatter in the NVLink switch
+    api                                               the public functions: checks, choice of algorithm, gradients
+    choose                                            the fastest algorithm by latency, bytes per link and copies
+    schedule_table                                    schedules: which rank sends which slot to which rank in which step
+    run_by_ppermute, ring_tpu                         run a table: in JAX; in a TPU kernel
+    coded                                             collectives of 8-bit codes with block scales, on arrays of one device
+    native                                            XLA's own collectives, over axes in any order
+    tpu_one_shot_all_reduce, gpu_one_shot_all_reduce  one-shot all-reduce kernels
+    gpu_nvls_gather_and_scatter                       all-gather and reduce-scatter in the NVLink switch
 """
 
 from meshpar_kernels.collectives.api import all_gather as all_gather

@@ -2,20 +2,23 @@
 
 .. code-block:: text
 
-    api                                        `grouped_matmul` and its transpose with respect to the weights: checks of arguments
-    scaled                                     8-bit operands with block scales: public functions, quantization, gradients
-    problem                                    operands (arrays) and options of one matmul: the argument of every implementation
-    matmuls                                    one matmul without gradient: choice of implementation and tile
-    gradients                                  the gradient of each function by the other
-    schedule                                   the list of (row tile, group) pairs that kernels iterate over
-    activations                                of the fused epilogue
-    tpu, tpu_transpose, tpu_tiles, tpu_blocks  TPU kernels, their tiles and the `dot_general`s of a tile
-    gpu                                        GPUs: choice of kernel and tile
-    hopper, hopper_scaled, blackwell           GPU kernels
-    gpu_launch, gpu_tiles                      their launches; tile sizes and loops over tiles
-    tokamax_dot                                by the library tokamax
-    xla                                        a loop over the tile steps of `schedule`, for any backend
-    reference                                  the definition
+    api                               `grouped_matmul` and its transpose with respect to the weights: checks of arguments
+    scaled                            8-bit operands with block scales: public functions, quantization, gradients
+    problem                           operands (arrays) and options of one matmul: the argument of every implementation
+    choose_implementation             one matmul without gradient: choice of implementation and tile
+    gradients                         the gradient of each function by the other
+    schedule                          the list of (row tile, group) pairs that kernels iterate over
+    activations                       of the fused epilogue
+    tpu, tpu_transpose                TPU kernels
+    tpu_tile_sizes                    their tiles
+    tpu_tile_matmul                   the `dot_general`s of a tile
+    gpu                               GPUs: choice of kernel and tile
+    hopper, hopper_scaled, blackwell  GPU kernels
+    gpu_launch, gpu_common            their launches; tile sizes and loops over tiles
+    tokamax_dot                       by the library tokamax
+    xla_tile_loop                     a loop over the tile steps of `schedule`, for any backend
+    reference                         the definition
+    tuner                             tiles and stages by measurements
 """
 
 from meshpar_kernels.grouped_matmul.api import grouped_matmul as grouped_matmul

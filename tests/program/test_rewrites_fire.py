@@ -78,7 +78,7 @@ PROGRAMS = {
     "lookups.constant_gather": ZIGZAG,
     "lookups.constant_scatter_add": ZIGZAG,
     "lookups.own_rows": LABELS,
-    "padded.by_factors": NEXT_TOKEN,
+    "pad_operands.by_factors": NEXT_TOKEN,
     "slices.concatenate": SHIFT,
     "slices.pad": SHIFT,
     "slices.rev": (advantages, (f32(128, 64), f32(128, 64)), "time: data", {"*": "time env"}),
@@ -113,7 +113,8 @@ def test_every_rewrite_has_a_program():
 
 
 @pytest.mark.parametrize(
-    ("rewrite", "program"), [*PROGRAMS.items(), ("padded.by_factors", ATTENTION), ("collapsed.dot_general", SOLVER)]
+    ("rewrite", "program"),
+    [*PROGRAMS.items(), ("pad_operands.by_factors", ATTENTION), ("collapsed.dot_general", SOLVER)],
 )
 def test_its_program_sends_more_bytes_without_it(rewrite, program, monkeypatch):
     sent = bytes_sent(*program)

@@ -7,7 +7,7 @@
     collective_ops         the kinds of collectives, and the bytes that each device sends
     collective_algorithms  a collective over several stages of a slice, as collectives over fewer
     collective_time        seconds of a collective on the links of a slice and between slices
-    compiler               measured constants of a compiler, one table for each version
-    options                options of the TPU compiler that a plan sets
+    compiler_constants     measured constants of a compiler, one table for each version
+    compiler_options       options of the TPU compiler that a plan sets
     calibration            measured efficiencies of devices, in files
 """

@@ -2,12 +2,12 @@
 
 .. code-block:: text
 
-    shard_map        one `shard_map` around the program, in which every device runs the steps of the plan
-    jit              the program with sharding constraints, which XLA partitions
-    collectives      reshardings and reductions of local arrays
-    rings            collective matmuls as rings or kernels
-    transposed_sums  partial values that are reduced before or after a transpose of their dims
-    constraints      sharding constraints of the user inside of a `shard_map`
+    shard_map            one `shard_map` around the program, in which every device runs the steps of the plan
+    jit                  the program with sharding constraints, which XLA partitions
+    collectives          reshardings and reductions of local arrays
+    rings                collective matmuls as rings or kernels
+    reduction_dim_order  partial values that are reduced before or after a transpose of their dims
+    local_constraints    sharding constraints of the user inside of a `shard_map`
 """
 
 from collections.abc import Callable

@@ -5,16 +5,16 @@ that order. Where cost decides about rings, plans with and without them are comp
 
 .. code-block:: text
 
-    ranked             the best plan before any pass
-    lowering           the lowering for lowering="auto"
-    collective_matmul  rings and fused kernels in place of collectives next to matmuls
-    equal_sends        equal halo exchanges are merged
-    schedule           the order of matmuls that the program leaves open
-    all_reduce_choice  an all-reduce in place of a staged reduce-scatter
-    barriers           barriers against reordering by XLA
-    dependencies       data dependencies between ops
-    indivisible        the cost of dims that a mesh does not divide
-    advice             notes and warnings
+    best_plan_before_passes  the best plan before any pass
+    lowering                 the lowering for lowering="auto"
+    collective_matmul        rings and fused kernels in place of collectives next to matmuls
+    merge_halo_exchanges     equal halo exchanges are merged
+    matmul_order             the order of matmuls that the program leaves open
+    all_reduce_choice        an all-reduce in place of a staged reduce-scatter
+    barriers                 barriers against reordering by XLA
+    dependencies             data dependencies between ops
+    indivisible_dims         the cost of dims that a mesh does not divide
+    advice                   notes and warnings
 """
 
 import os

@@ -17,7 +17,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ..console import with_units
+from ..console import wrapped
 
 MAX_PATH_SHARE = 0.3
 """Fraction of the width of the terminal that a path may take."""
@@ -222,7 +222,7 @@ class Wrapped:
     def _broken(self, line: Text, end: str, console: Console, width: int) -> Iterator[Any]:
         """A line that ends with a separator; if it is too long, as several lines."""
         fits = line.cell_len + len(end) <= width
-        first, *others = [line] if fits else with_units(line).wrap(console, width - self.hang - len(end))
+        first, *others = [line] if fits else wrapped(line, console, width - self.hang - len(end))
         (others or [first])[-1].append(end)
         yield first
         if others:

@@ -2,30 +2,30 @@
 
 .. code-block:: text
 
-    elementwise   elementwise primitives
-    matmul_conv   matmuls, ragged matmuls, convolutions
-    reduce        reductions of dims
-    cumulative    cumulative sums, products and extrema
-    window        pooling, and its gradient
-    shape         broadcasts, transposes, reshapes, slices, concatenations, iota
-    rearrange     rolls, permutations and slices by a constant table
-    index         gather, scatter, dynamic slices and updates
-    sort          sort, top-k, argmax, argmin
-    linalg        linear algebra, Fourier transforms
-    random        random keys and bits
-    control_flow  calls, loops, branches, and primitives without a factor rule
-    mapped        the user's own shard_map
-    kernel        opaque kernels with a rule of the user's
-    host          callbacks into Python
-    registry      the table of all entries
-    rule          the class of factor rules
-    local         the class of local forms
-    exchange      which elements of other shards every device needs, and the collectives by which it gets them
-    halo          windows of a split dim, with elements of other shards
-    one_owner     arrays to which one device contributes each element
-    partial       which ops may be applied to partial values
-    spmd          mesh axes, device indices and collectives inside a shard_map
-    flops         FLOPs of the matmuls inside opaque equations
+    elementwise            elementwise primitives
+    matmul_conv            matmuls, ragged matmuls, convolutions
+    reduce                 reductions of dims
+    cumulative             cumulative sums, products and extrema
+    window                 pooling, and its gradient
+    shape                  broadcasts, transposes, reshapes, slices, concatenations, iota
+    constant_index_gather  rolls, permutations and slices by a constant table
+    index                  gather, scatter, dynamic slices and updates
+    sort                   sort, top-k, argmax, argmin
+    linalg                 linear algebra, Fourier transforms
+    random                 random keys and bits
+    control_flow           calls, loops, branches, and primitives without a factor rule
+    user_shard_map         the user's own shard_map
+    kernel                 opaque kernels with a rule of the user's
+    host                   callbacks into Python
+    registry               the table of all entries
+    rule                   the class of factor rules
+    local_forms            the class of local forms
+    exchange_along_dim     which elements of other shards every device needs, and the collectives by which it gets them
+    halo                   windows of a split dim, with elements of other shards
+    one_owner              arrays to which one device contributes each element
+    partial                which ops may be applied to partial values
+    mesh_in_shard_map      mesh axes, device indices and collectives inside a shard_map
+    opaque_flops           FLOPs of the matmuls inside opaque equations
 """
 
 from . import (

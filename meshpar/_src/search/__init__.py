@@ -12,7 +12,7 @@
     picture          time against memory
     row              one planned candidate
     options          the options of mp.search
-    policy           thresholds and limits
+    thresholds       thresholds and limits
 """
 
 from .descent import search

@@ -18,8 +18,8 @@ more bytes without it, and ``tests/program/test_rewrites_fire.py`` plans these p
     rewriter                    walks a jaxpr; the interface of the rewrites
     views                       the representations: indexed, collapsed, padded
     slices, collapsed, lookups  the rewrites that make views, by family of ops
-    padded                      ops on views whose dims do not divide
-    integers                    evaluates indices and masks that depend on constants alone
+    pad_operands                ops on views whose dims do not divide
+    constant_integers           evaluates indices and masks that depend on constants alone
 """
 
 from __future__ import annotations

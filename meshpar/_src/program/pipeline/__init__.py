@@ -7,13 +7,13 @@ name it has. The rewritten program is planned like any other.
 
 .. code-block:: text
 
-    find      loops over stacked layers whose stacked dim is split
-    segments  the body of a microbatch loop, divided around its layer loops
-    schedule  arithmetic: which microbatch a stage processes at each tick, idle slots
-    rewrite   the microbatch loop as loops over ticks
-    slots     one tick of a layer loop: all stages run their own layers
-    split     input and weight gradients in separate loops (zero bubble)
-    narrow    stacked weights cast and gathered once, before the loop
+    find                     loops over stacked layers whose stacked dim is split
+    segments                 the body of a microbatch loop, divided around its layer loops
+    schedule                 arithmetic: which microbatch a stage processes at each tick, idle slots
+    rewrite                  the microbatch loop as loops over ticks
+    run_all_stages           one tick of a layer loop: all stages run their own layers
+    split_backward_loops     input and weight gradients in separate loops (zero bubble)
+    hoist_casts_and_gathers  stacked weights cast and gathered once, before the loop
 """
 
 from __future__ import annotations

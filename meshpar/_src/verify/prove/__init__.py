@@ -4,17 +4,17 @@ Read it in this order:
 
 .. code-block:: text
 
-    term           global values as hash-consed expressions, in a normal form
-    relation       which block, partial value or copy of a global value a device has
-    laws           the effect of an op on dims and on partial values: the two laws that most lemmas consist of
-    lemmas         for each op and collective: the relation of the results from the relations of the operands
-    walk           the function and the per-device program, equation by equation
-    loops          scan and while: invariants
-    device_values  values that depend on the device: offsets, masks, and the rows that each device has
-    fragments      the elements that each device has of a dim, where they are no block: halos, and blocks that go round a ring
-    windows        sliding windows of fragments
-    claims         what the plan says about its collectives and shardings
-    report         the certificate
+    term              global values as hash-consed expressions, in a normal form
+    relation          which block, partial value or copy of a global value a device has
+    laws              the effect of an op on dims and on partial values: the two laws that most lemmas consist of
+    lemmas            for each op and collective: the relation of the results from the relations of the operands
+    walk              the function and the per-device program, equation by equation
+    loops             scan and while: invariants
+    device_values     values that depend on the device: offsets, masks, and the rows that each device has
+    non_block_shards  the elements that each device has of a dim, where they are no block: halos, and blocks that go round a ring
+    windows           sliding windows of fragments
+    claims            what the plan says about its collectives and shardings
+    certificate       the certificate
 
 A lemma is sound for every operand of its signature: a relation with fragments has elements outside of the array, and incomplete
 sums; one with two dims over one axis has only blocks on a diagonal. :func:`laws.act` rejects the first two, and
