@@ -424,7 +424,7 @@ def ring_order(stages: tuple[Stage, ...]) -> tuple[int, ...]:
 def _cycle(sides: Sequence[int]) -> list[int] | None:
     """A cycle through the neighbours of a grid, as indices in its row-major order; None: it has no even side, or is a line.
 
-    Each row of the even side is passed back and forth from its second cell on, and the first cells are the way back.
+    Each row of the even side is passed back and forth from its second cell on, and the first cells lead back to the first row.
     """
     even = next((k for k, n in enumerate(sides) if n % 2 == 0), None)
     if even is None or len(sides) < 2:
