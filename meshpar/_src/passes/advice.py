@@ -179,7 +179,8 @@ def _undivided(plan: Plan) -> Iterator[str]:
     """Yields a warning of each rule that does not divide a dim of arguments that only constraints of the model name: such arguments
     are replicated, where the user's own names are errors."""
     assignment, arguments = AxisAssignment(plan.program, plan.layout, plan.sizes), set(plan.program.inputs)
-    found = (x for x in assignment.all_indivisible() if x[0] in arguments)
+    given = {name for v in arguments for name in v.annotation or ()}
+    found = (x for x in assignment.all_indivisible() if x[0] in arguments and x[2].dim not in given)
     for same in grouped_by(found, lambda x: (x[2], x[0].shape[x[1]])):
         first, *others = sorted(same, key=lambda x: (x[0].kind == "opt", -x[0].elements))
         head, *lines = str(division_error(*first, assignment)).split("\n")
