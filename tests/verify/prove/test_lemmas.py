@@ -219,6 +219,10 @@ CASES = {
         [P(None, "data"), P("data")], P("data"), [(8, 8), (8, 6)], P(None),
     ),
     "maximum": (lambda x: jnp.max(x, 0), lambda x: lax.pmax(jnp.max(x, 0), "data"), [P("data")], P(), [(8, 4)], P("data")),
+    "cumulative maxima": (
+        lambda x: lax.cummax(jnp.max(x, 0)), lambda x: lax.pmax(lax.cummax(jnp.max(x, 0)), "data"),
+        [P("data")], P(), [(8, 4)], P("data"),
+    ),
     "gather": (lambda x: jnp.cumsum(x, 0), lambda x: jnp.cumsum(gather(x), 0), [P("data")], P(), [(8, 4)], P("data")),
     "all-to-all": (
         lambda x: jnp.sort(x, 0), lambda x: jnp.sort(lax.all_to_all(x, "data", 1, 0, tiled=True), 0),
@@ -382,6 +386,10 @@ WRONG = {
     "block": [lambda x: jnp.exp(x)[:2]],
     "iota": [lambda x: x * jnp.arange(2).astype(jnp.float32)[:, None]],
     "maximum": [lambda x: jnp.max(x, 0), lambda x: psum(jnp.max(x, 0)), lambda x: -lax.pmax(-jnp.max(x, 0), "data")],
+    "cumulative maxima": [
+        lambda x: psum(lax.cummax(jnp.max(x, 0))),
+        lambda x: lax.pmax(lax.cummin(jnp.max(x, 0)), "data"),
+    ],
     "contraction": [lambda x, w: lax.pmax(x @ w, "data"), lambda x, w: x @ w, lambda x, w: psum(x @ w) * 2],
 }
 """Local forms that compute something else."""

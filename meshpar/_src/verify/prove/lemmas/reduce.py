@@ -87,10 +87,12 @@ def custom(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
     "reduce_prod", "reduce_xor", "argmax", "argmin", "cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort", "top_k"
 )  # fmt: skip
 def along(ctx: Context, eqn: JaxprEqn, rels: Sequence[Rel]) -> list[Rel]:
-    """Ops along dims that are not sharded; the other dims are carried along. cumsum is linear. The extremum of a block along a
-    sharded dim is the term ``arg_block`` (:func:`index.extremum_of_blocks`)."""
+    """Ops along dims that are not sharded; the other dims are carried along. cumsum is linear, and cummax and cummin commute with
+    an extremum of their kind over devices. The extremum of a block along a sharded dim is the term ``arg_block``
+    (:func:`index.extremum_of_blocks`)."""
     x, name, p = rels[0], eqn.primitive.name, eqn.params
-    partial = partial_of(rels, name, "sum") if name == "cumsum" else not_partial(rels, name)
+    kind = {"cumsum": "sum", "cummax": "max", "cummin": "min"}.get(name)
+    partial = not_partial(rels, name) if kind is None else partial_of(rels, name, kind)
     if "axes" not in p:
         d = int(p.get("dimension", p.get("axis", -1))) % len(x.shape)
         return act(ctx, eqn, rels, unsharded=[d], params=frozen(p), partial=partial)
